@@ -1,0 +1,3 @@
+//! See ARCHITECTURE.md.
+mod outputs;
+pub use outputs::*;
