@@ -31,7 +31,7 @@ pub struct DetokenizerOptions {
     pub include_stop_str_in_output: bool,
     /// A stop string counts only where a token after this many completes it.
     pub min_tokens: usize,
-    /// Drop one space at the very beginning: the one that SentencePiece tokenizers put before the
+    /// Drop one space at the very beginning: the one that `SentencePiece` puts before the
     /// first word. For text that starts at these tokens; not for the continuation of a prompt.
     pub strip_leading_space: bool,
 }

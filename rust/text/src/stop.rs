@@ -58,6 +58,18 @@ pub struct StopStrings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct State(u32);
 
+impl Default for StopStrings {
+    /// No stop strings.
+    fn default() -> Self {
+        let mut stops = Self {
+            nodes: Vec::new(),
+            lengths: Vec::new(),
+        };
+        stops.add_node(0, 0);
+        stops
+    }
+}
+
 impl StopStrings {
     /// An automaton for `strings`. An empty list is fine and matches nothing.
     ///

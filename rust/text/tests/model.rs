@@ -61,10 +61,7 @@ fn model(tokens: &[u32], stops: &[String], options: DetokenizerOptions) -> Answe
         }
     }
     // A character that may still become whole is not searched.
-    let whole = match std::str::from_utf8(&raw[raw.len() - raw.len().min(3)..]) {
-        _ if raw.is_empty() => 0,
-        _ => characters.len() - usize::from(ends_inside_a_character(&raw)),
-    };
+    let whole = characters.len() - usize::from(ends_inside_a_character(&raw));
 
     let text: String = characters.iter().map(|&(character, _)| character).collect();
     for num in 1..=whole {
