@@ -1,5 +1,7 @@
 //! `fastserve._core.text`: token tables and detokenizers. Converts and forwards, nothing else.
 
+#![allow(clippy::needless_pass_by_value)] // PyO3 hands over owned values.
+
 use std::sync::Arc;
 
 use fastserve_text::{
@@ -24,8 +26,10 @@ impl TokenTable {
     #[new]
     #[pyo3(signature = (tokens, special_ids = Vec::new()))]
     fn new(tokens: Vec<Bound<'_, PyBytes>>, special_ids: Vec<u32>) -> Self {
-        let bytes = tokens.iter().map(|token| token.as_bytes());
-        Self { table: Arc::new(CoreTokenTable::new(bytes, &special_ids)) }
+        let bytes = tokens.iter().map(PyBytesMethods::as_bytes);
+        Self {
+            table: Arc::new(CoreTokenTable::new(bytes, &special_ids)),
+        }
     }
 
     fn __len__(&self) -> usize {
@@ -78,7 +82,9 @@ impl StopStrings {
     fn new(strings: Vec<String>) -> PyResult<Self> {
         let stops = CoreStopStrings::new(&strings)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        Ok(Self { stops: Arc::new(stops) })
+        Ok(Self {
+            stops: Arc::new(stops),
+        })
     }
 }
 
@@ -115,7 +121,9 @@ impl Detokenizer {
             strip_leading_space,
         };
         let stops = stops.map_or_else(Arc::default, |stops| Arc::clone(&stops.stops));
-        Self { detokenizer: CoreDetokenizer::new(Arc::clone(&table.table), stops, options) }
+        Self {
+            detokenizer: CoreDetokenizer::new(Arc::clone(&table.table), stops, options),
+        }
     }
 
     /// Take `tokens` and return `(delta, stop index or None, num_tokens_kept)`.
@@ -124,7 +132,11 @@ impl Detokenizer {
     fn push(&mut self, tokens: &Bound<'_, PyAny>) -> PyResult<(String, Option<usize>, usize)> {
         let mut delta = String::new();
         let stop = self.detokenizer.push(&token_ids(tokens)?, &mut delta);
-        Ok((delta, stop.map(|stop| stop.index), self.detokenizer.num_tokens_kept()))
+        Ok((
+            delta,
+            stop.map(|stop| stop.index),
+            self.detokenizer.num_tokens_kept(),
+        ))
     }
 
     /// Release what was held back: the sequence is over.
@@ -140,13 +152,16 @@ fn token_ids(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if let Ok(array) = tokens.extract::<PyReadonlyArray1<'_, i32>>() {
         let negative = |_| PyOverflowError::new_err("token ids are never negative");
         let ids = array.as_array();
-        return ids.iter().map(|&id| u32::try_from(id).map_err(negative)).collect();
+        return ids
+            .iter()
+            .map(|&id| u32::try_from(id).map_err(negative))
+            .collect();
     }
     tokens.extract()
 }
 
 /// Add the submodule `text` to the extension module.
-pub fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     let text = PyModule::new(parent.py(), "text")?;
     text.add_class::<TokenTable>()?;
     text.add_class::<StopStrings>()?;
@@ -154,5 +169,9 @@ pub fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     text.add("MAX_NUM_STOP_STRINGS", fastserve_text::MAX_NUM_STOP_STRINGS)?;
     parent.add_submodule(&text)?;
     // `import fastserve._core.text` works only for modules that are listed.
-    parent.py().import("sys")?.getattr("modules")?.set_item("fastserve._core.text", &text)
+    parent
+        .py()
+        .import("sys")?
+        .getattr("modules")?
+        .set_item("fastserve._core.text", &text)
 }
