@@ -50,6 +50,7 @@ PYTHON_FLOORS = {
     # Plain data and the binding: no torch, no model.
     "core": 2,
     "_core": 2,
+    "_shadow": 2,
     "arena": 2,
     "errors": 2,
     "philox": 2,

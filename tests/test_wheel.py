@@ -199,7 +199,7 @@ FOREIGN = "__version__ = '0.0.1'\n"
 
 
 def test_foreign_package_of_the_same_name_is_named(installed: Installed) -> None:
-    """Another project's ``fastserve`` was installed later and overwrote the package's front page."""
+    """Another project's ``fastserve`` was installed later and overwrote ``__init__.py``."""
     front = installed.site_packages / "fastserve" / "__init__.py"
     ours = front.read_text()
     front.write_text(FOREIGN)
@@ -215,7 +215,7 @@ def test_foreign_package_of_the_same_name_is_named(installed: Installed) -> None
 
 
 def test_foreign_distribution_beside_ours_is_named(installed: Installed) -> None:
-    """Another project's ``fastserve`` was installed before: ours works, until that one is removed."""
+    """Another project's ``fastserve`` was installed before; removing it would break ours."""
     foreign = installed.site_packages / "fastserve-0.0.1.dist-info"
     foreign.mkdir()
     try:
