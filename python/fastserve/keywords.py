@@ -1,0 +1,37 @@
+"""An unknown keyword is an error that names it and the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+__all__ = ["names_unknown_keywords", "unknown_keyword"]
+
+Class = TypeVar("Class", bound=type)
+
+
+def unknown_keyword(where: str, name: str, known: Iterable[str]) -> TypeError:
+    """The error for keyword `name`, which `where` does not take."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+    return TypeError(f"{where} has no keyword {name!r}; {remedy}")
+
+
+def names_unknown_keywords(decorated: Class) -> Class:
+    """Let a class with keyword-only parameters refuse others with :func:`unknown_keyword`."""
+    init: Callable[..., None] = vars(decorated)["__init__"]
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in known:
+                raise unknown_keyword(decorated.__name__, name, known)
+        init(self, *args, **keywords)
+
+    type.__setattr__(decorated, "__init__", checked)
+    return decorated

@@ -1,0 +1,254 @@
+"""One token for every output row of a step, vectorised over rows.
+
+What belongs to a sequence arrives once, in its row slot's event: the sampling record and the tokens
+so far. It is kept in arrays indexed by slot (:mod:`fastserve.sampling_record`); a step then needs
+its logits and its plan. In vLLM's order:
+
+1. rows whose raw logits are not finite are set apart: their request ends with ``error``, alone;
+2. log probabilities, from the raw logits (:mod:`fastserve.logprobs`);
+3. ``allowed_token_ids``, ``min_tokens`` (end tokens masked), ``logit_bias``, then repetition,
+   frequency and presence penalties;
+4. greedy rows take the best token (the lowest id of equals), the others draw
+   (:mod:`fastserve.draw`), with bits named by seed, sequence index and position alone.
+
+A step of greedy rows without any of it is one ``argmax``.
+
+Nothing here is undone when a step fails: a rolled-back sequence gets its slot again through an
+event, which brings its tokens and so resets what was counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastserve.arena import EventWord, OutputKind, PlanView, SlotEventKind
+from fastserve.draw import draw_tokens
+from fastserve.logprobs import RowLogprobs, row_logprobs
+from fastserve.philox import draw_bits
+from fastserve.sampling_record import SlotStates
+
+__all__ = ["SampleResult", "Sampler", "ScoredToken"]
+
+Ints = NDArray[np.int32]
+Rows = NDArray[np.int64]
+
+_MASKED = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """The log probability of one prompt token.
+
+    Attributes:
+        request_id: Whose prompt, by the core's number.
+        position: Of the token in the prompt; the first token has none, so 1 or more.
+        logprobs: Its own, and the best tokens' in its place.
+    """
+
+    request_id: int
+    position: int
+    logprobs: RowLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """What a step's output rows gave.
+
+    Attributes:
+        counts: Tokens appended a row: 1 for a sample, 0 for a score, -1 for a row that failed.
+        tokens: The sampled token a row.
+        logprobs: Of the sampled tokens, by output row, where they were asked for.
+        scores: Of prompt tokens, where they were asked for.
+    """
+
+    counts: Ints
+    tokens: Ints
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    scores: list[ScoredToken] = field(default_factory=list)
+
+
+class Sampler:
+    """Holds sampling state per row slot; samples step after step, in the order of the steps.
+
+    Attributes:
+        last_samples: ``[max_num_seqs]`` the token each slot sampled last: what a plan means by
+            −1 − slot.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.last_samples: Ints = np.zeros(max_num_seqs, dtype=np.int32)
+        self._slots = SlotStates(max_num_seqs)
+        self._score_tokens: dict[int, Ints] = {}
+        # Untouched pages of zeros cost nothing, so only slots with penalties take memory.
+        self._output_counts = np.zeros((max_num_seqs, vocab_size), dtype=np.int32)
+        self._seen = np.zeros((max_num_seqs, vocab_size), dtype=np.bool_)
+
+    def apply_events(self, plan: PlanView) -> None:
+        """Take over the slots that `plan` assigns and forget those it releases.
+
+        To be called once for every plan, before :meth:`sample` and after the step before it was
+        sampled.
+        """
+        for event in plan.slot_events:
+            slot = int(event[EventWord.SLOT])
+            self._score_tokens.pop(slot, None)
+            if event[EventWord.KIND] == SlotEventKind.RELEASED:
+                self._slots.release(slot)
+            else:
+                self._assign(slot, event, *plan.event_payload(event))
+
+    def _assign(self, slot: int, event: Ints, record: Ints, tokens: Ints) -> None:
+        words = event.view(np.uint32)
+        request = int(words[EventWord.REQUEST_LOW]) | int(words[EventWord.REQUEST_HIGH]) << 32
+        num_prompt_tokens = int(event[EventWord.NUM_PROMPT_TOKENS])
+        index = int(event[EventWord.INDEX])
+        self._slots.assign(slot, request, index, num_prompt_tokens, record)
+        if self._slots.num_prompt_logprobs[slot] >= 0:
+            self._score_tokens[slot] = tokens[:num_prompt_tokens].copy()
+        if self._slots.penalized[slot]:
+            known = np.where(tokens < 0, self.last_samples[np.maximum(-1 - tokens, 0)], tokens)
+            output = known[num_prompt_tokens:]
+            self._output_counts[slot] = np.bincount(output, minlength=self.vocab_size)
+            self._seen[slot] = False
+            self._seen[slot, known] = True
+
+    def sample(self, logits: Tensor, plan: PlanView) -> SampleResult:
+        """Sample `plan`'s output rows from `logits`, float32 ``[num_outputs, vocab_size]``."""
+        num = plan.num_outputs
+        result = SampleResult(np.ones(num, dtype=np.int32), np.zeros(num, dtype=np.int32))
+        if num == 0:
+            return result
+        finite = _finite_rows(logits)
+        result.counts[~finite] = -1
+        sampled = plan.out_kinds == OutputKind.SAMPLE
+        if not sampled.all():
+            self._score(logits, plan, result, finite)
+            sampled &= finite
+            rows = np.flatnonzero(sampled)
+        else:
+            rows = np.flatnonzero(finite)
+        slots = plan.out_slots[rows]
+        best = logits.argmax(dim=1).numpy().astype(np.int32)
+        result.tokens[rows] = best[rows]
+        self._sample_others(logits, plan, result, rows)
+        kept = rows[result.counts[rows] > 0]
+        self._remember(plan.out_slots[kept], result.tokens[kept])
+        wanted = rows[(self._slots.num_logprobs[slots] >= 0) & (result.counts[rows] > 0)]
+        if len(wanted):
+            num_best = self._slots.num_logprobs[plan.out_slots[wanted]]
+            found = row_logprobs(logits, wanted, result.tokens[wanted], num_best)
+            result.logprobs.update(zip(wanted.tolist(), found, strict=True))
+        return result
+
+    def _sample_others(
+        self, logits: Tensor, plan: PlanView, result: SampleResult, rows: Rows
+    ) -> None:
+        """Overwrite the tokens of those of `rows` that are not just the best raw logit."""
+        state = self._slots
+        slots = plan.out_slots[rows]
+        others = rows[state.adjusts[slots] | ~state.greedy[slots]]
+        if not len(others):
+            return
+        slots = plan.out_slots[others]
+        positions = plan.positions[plan.out_rows[others]] + 1
+        adjusted = logits[torch.from_numpy(others)].float()
+        self._adjust(adjusted, slots, positions)
+        best = adjusted.max(dim=1)
+        result.tokens[others] = adjusted.argmax(dim=1).numpy()
+        alive = best.values.numpy() != _MASKED
+        result.counts[others[~alive]] = -1  # Every token is masked: nothing can be taken.
+        drawn = np.flatnonzero(~state.greedy[slots] & alive)
+        if len(drawn):
+            slots = slots[drawn]
+            result.tokens[others[drawn]] = draw_tokens(
+                adjusted[torch.from_numpy(drawn)],
+                temperature=state.temperature[slots],
+                top_k=state.top_k[slots],
+                top_p=state.top_p[slots],
+                min_p=state.min_p[slots],
+                bits=draw_bits(state.seeds[slots], state.sequence_indices[slots], positions[drawn]),
+            )
+
+    def _adjust(self, logits: Tensor, slots: Ints, positions: Ints) -> None:
+        """Masks, biases and penalties, in place; `positions` are those of the tokens to come."""
+        state = self._slots
+        early = positions - state.num_prompt_tokens[slots] < state.min_tokens[slots]
+        for row in np.flatnonzero(state.adjusts[slots]).tolist():
+            slot = int(slots[row])
+            if (allowed := state.allowed.get(slot)) is not None:
+                kept = torch.from_numpy(allowed).long()
+                values = logits[row, kept]
+                logits[row] = _MASKED
+                logits[row, kept] = values
+            if early[row] and (end := state.end_tokens.get(slot)) is not None:
+                logits[row, torch.from_numpy(end).long()] = _MASKED
+            if (bias := state.biases.get(slot)) is not None:
+                logits[row, torch.from_numpy(bias[0]).long()] += torch.from_numpy(bias[1])
+        rows = np.flatnonzero(state.penalized[slots])
+        if len(rows):
+            self._penalize(logits, rows, slots[rows])
+
+    def _penalize(self, logits: Tensor, rows: Rows, slots: Ints) -> None:
+        state = self._slots
+
+        def column(values: NDArray[np.float32]) -> Tensor:
+            return torch.from_numpy(values[slots])[:, None]
+
+        chosen = torch.from_numpy(rows)
+        values = logits[chosen]
+        seen = torch.from_numpy(self._seen[slots])
+        counts = torch.from_numpy(self._output_counts[slots])
+        factor = column(state.repetition_penalty)
+        repeated = torch.where(values > 0, values / factor, values * factor)
+        values = torch.where(seen, repeated, values)
+        values -= column(state.frequency_penalty) * counts
+        values -= column(state.presence_penalty) * (counts > 0)
+        logits[chosen] = values
+
+    def _remember(self, slots: Ints, tokens: Ints) -> None:
+        self.last_samples[slots] = tokens
+        counted = self._slots.penalized[slots]
+        if counted.any():
+            slots, tokens = slots[counted], tokens[counted]
+            self._output_counts[slots, tokens] += 1
+            self._seen[slots, tokens] = True
+
+    def _score(
+        self, logits: Tensor, plan: PlanView, result: SampleResult, finite: NDArray[np.bool_]
+    ) -> None:
+        scored = plan.out_kinds == OutputKind.SCORE
+        others = ~scored & (plan.out_kinds != OutputKind.SAMPLE)
+        if others.any():
+            kinds = sorted(set(plan.out_kinds[others].tolist()))
+            raise ValueError(f"output kinds {kinds} are not sampled here; want sample or score")
+        rows = np.flatnonzero(scored & finite)
+        result.counts[rows] = 0
+        slots = plan.out_slots[rows]
+        positions = plan.positions[plan.out_rows[rows]] + 1
+        tokens = np.fromiter(
+            (
+                self._score_tokens[slot][position]
+                for slot, position in zip(slots.tolist(), positions.tolist(), strict=True)
+            ),
+            dtype=np.int32,
+            count=len(rows),
+        )
+        found = row_logprobs(logits, rows, tokens, self._slots.num_prompt_logprobs[slots])
+        result.scores.extend(
+            map(ScoredToken, self._slots.request_ids[slots].tolist(), positions.tolist(), found)
+        )
+
+
+def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
+    """Which rows have neither NaN nor an infinity. One cheap pass where all is well."""
+    sums = logits.sum(dim=1)
+    if bool(torch.isfinite(sums).all()):
+        return np.ones(len(logits), dtype=np.bool_)
+    finite: NDArray[np.bool_] = torch.isfinite(logits).all(dim=1).numpy()
+    return finite

@@ -1,0 +1,532 @@
+"""The sampler against references written out in float64 and plain Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from fastserve.arena import Header, OutputKind, PlanView
+from fastserve.draw import draw_tokens, kept_weights
+from fastserve.philox import draw_bits
+from fastserve.sampler import Sampler, SampleResult
+from fastserve.sampling_params import SamplingParams
+from fastserve.sampling_record import MAX_RECORD_WORDS, encode
+from plans import layout_for
+
+VOCAB_SIZE = 50
+EOS = 1
+
+
+@dataclass
+class Step:
+    """A plan with only what a sampler reads: events and output rows."""
+
+    events: list[list[int]] = field(default_factory=list)
+    words: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt: list[int],
+        output: list[int] | None = None,
+        *,
+        request: int = 7,
+        index: int = 0,
+        seed: int = 0,
+    ) -> Step:
+        end = [*params.stop_token_ids] if params.ignore_eos else [EOS, *params.stop_token_ids]
+        record = encode(params, params.seed if params.seed is not None else seed, end)
+        tokens = prompt + (output or [])
+        low = np.uint32(request & 0xFFFFFFFF).astype(np.int32)
+        event = [1, slot, int(low), request >> 32, index, len(prompt), len(tokens)]
+        event += [len(self.words), len(record)]
+        self.events.append(event + [0] * (16 - len(event)))
+        self.words += record.tolist() + tokens
+        return self
+
+    def release(self, slot: int) -> Step:
+        self.events.append([2, slot] + [0] * 14)
+        return self
+
+    def output(self, slot: int, position: int, kind: OutputKind = OutputKind.SAMPLE) -> Step:
+        """An output row for the token at `position`, so the one drawn stands after it."""
+        self.slots.append(slot)
+        self.positions.append(position)
+        self.kinds.append(int(kind))
+        return self
+
+    def view(self) -> PlanView:
+        layout, num_words = layout_for(64, 4096, 4096)
+        words = np.full(num_words, -77, dtype=np.int32)
+        header = [0] * 32
+        header[Header.VERSION] = 1
+        header[Header.NUM_TOKENS] = header[Header.NUM_OUTPUTS] = len(self.slots)
+        header[Header.NUM_SLOT_EVENTS] = len(self.events)
+        header[Header.NUM_EVENT_WORDS] = len(self.words)
+        sections = {
+            "header": header,
+            "positions": self.positions,
+            "out_rows": list(range(len(self.slots))),
+            "out_slots": self.slots,
+            "out_kinds": self.kinds,
+            "slot_events": [word for event in self.events for word in event],
+            "event_words": self.words,
+        }
+        for name, values in sections.items():
+            offset, capacity = layout[name]
+            assert len(values) <= capacity
+            words[offset : offset + len(values)] = values
+        return PlanView(words, layout)
+
+
+def run(sampler: Sampler, logits: torch.Tensor, step: Step) -> SampleResult:
+    plan = step.view()
+    sampler.apply_events(plan)
+    return sampler.sample(logits, plan)
+
+
+def one(logits: torch.Tensor, params: SamplingParams, prompt=(5,), output=(), **event) -> int:
+    """The token a fresh sampler takes for one sequence."""
+    prompt, output = list(prompt), list(output)
+    step = Step().assign(0, params, prompt, output, **event)
+    step.output(0, len(prompt) + len(output) - 1)
+    result = run(Sampler(4, len(logits)), logits[None].clone(), step)
+    assert result.counts.tolist() == [1]
+    return int(result.tokens[0])
+
+
+def random_logits(rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+# Greedy
+
+
+def test_greedy_takes_the_best_and_of_equals_the_lowest_id() -> None:
+    logits = random_logits(3)
+    logits[1, [40, 3, 17]] = 99.0
+    logits[2] = 0.25
+    step = Step()
+    for slot in range(3):
+        step.assign(slot, GREEDY, [2, 3]).output(slot, 1)
+    sampler = Sampler(4, VOCAB_SIZE)
+    result = run(sampler, logits, step)
+    assert result.counts.tolist() == [1, 1, 1]
+    assert result.tokens.tolist() == [int(np.argmax(logits[0].numpy())), 3, 0]
+    assert sampler.last_samples[:3].tolist() == result.tokens.tolist()
+
+
+def test_the_greedy_path_leaves_logits_alone() -> None:
+    logits = random_logits(2)
+    before = logits.clone()
+    params = SamplingParams(logit_bias={3: 5.0}, repetition_penalty=2.0, top_k=4, seed=1)
+    step = Step().assign(0, GREEDY, [2]).output(0, 0).assign(1, params, [2]).output(1, 0)
+    run(Sampler(4, VOCAB_SIZE), logits, step)
+    assert torch.equal(logits, before)
+
+
+# What changes logits
+
+
+def reference_adjusted(
+    logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]
+) -> list[float]:
+    """vLLM's order, one token at a time."""
+    values = [float(value) for value in logits]
+    end = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    for token in range(len(values)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            values[token] = -math.inf
+        if len(output) < params.min_tokens and token in end:
+            values[token] = -math.inf
+        values[token] += (params.logit_bias or {}).get(token, 0.0)
+        if token in prompt or token in output:
+            factor = params.repetition_penalty
+            values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+        values[token] -= params.frequency_penalty * output.count(token)
+        values[token] -= params.presence_penalty * (token in output)
+    return values
+
+
+ADJUSTMENTS = {
+    "bias": {"logit_bias": {3: 50.0, 4: -50.0}},
+    "negative bias": {"logit_bias": dict.fromkeys(range(0, 50, 2), -100.0)},
+    "allowed": {"allowed_token_ids": [9, 30, 2]},
+    "allowed with bias": {"allowed_token_ids": [9, 30, 2], "logit_bias": {30: 9.0, 5: 90.0}},
+    "repetition": {"repetition_penalty": 1.9},
+    "repetition below one": {"repetition_penalty": 0.4},
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": 1.5},
+    "negative frequency": {"frequency_penalty": -2.0},
+    "min tokens": {"min_tokens": 9, "logit_bias": {EOS: 60.0, 8: 70.0}, "stop_token_ids": [8]},
+    "min tokens reached": {"min_tokens": 4, "logit_bias": {EOS: 60.0}},
+    "all": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.7,
+        "frequency_penalty": -0.2,
+        "logit_bias": {3: 2.0},
+        "min_tokens": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ADJUSTMENTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_adjusted_logits_are_the_reference(name: str, seed: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=99, **ADJUSTMENTS[name])
+    logits = random_logits(1, seed=seed)[0]
+    generator = np.random.default_rng(seed)
+    prompt = generator.integers(0, VOCAB_SIZE, 6).tolist()
+    output = generator.integers(0, 10, 4).tolist()
+    wanted = reference_adjusted(logits, params, prompt, output)
+    assert one(logits, params, prompt, output) == int(np.argmax(wanted))
+    # Not only the best one: the whole row, seen through its sampling weights.
+    sampler = Sampler(1, VOCAB_SIZE)
+    plan = Step().assign(0, params, prompt, output).view()
+    sampler.apply_events(plan)
+    adjusted = logits[None].clone()
+    slots = np.zeros(1, dtype=np.int32)
+    sampler._adjust(adjusted, slots, np.array([len(prompt) + len(output)], dtype=np.int32))
+    np.testing.assert_allclose(adjusted[0].numpy(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_penalties_follow_the_tokens_sampled_since() -> None:
+    """Token by token, then again from the tokens so far, as after a preemption."""
+    params = SamplingParams(
+        temperature=0, repetition_penalty=1.5, frequency_penalty=0.6, presence_penalty=0.3
+    )
+    logits = random_logits(1, seed=3)
+    prompt, output = [4, 4, 9], []
+    sampler = Sampler(2, VOCAB_SIZE)
+    step = Step().assign(1, params, prompt)
+    for _ in range(20):
+        wanted = int(np.argmax(reference_adjusted(logits[0], params, prompt, output)))
+        step.output(1, len(prompt) + len(output) - 1)
+        assert run(sampler, logits, step).tokens.tolist() == [wanted]
+        assert one(logits[0], params, prompt, output) == wanted
+        output.append(wanted)
+        step = Step()
+    assert len(set(output)) > 3
+
+
+def test_min_tokens_counts_output_and_not_prompt() -> None:
+    params = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=[8])
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[EOS], logits[8], logits[20] = 9.0, 8.0, 7.0
+    prompt = [2] * 10
+    assert [one(logits, params, prompt, [20] * n) for n in range(5)] == [20, 20, 20, EOS, EOS]
+    ignoring = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=[8], ignore_eos=True)
+    assert one(logits, ignoring, prompt) == EOS
+
+
+# What the draw keeps
+
+
+def reference_kept(z: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The same rules in float64, one row; ``z`` is divided by the temperature already."""
+    probabilities = np.exp(z - z.max())
+    least = max(min_p, 2.0**-41)  # Below it an integer weight is zero.
+    kept = {token for token in range(len(z)) if probabilities[token] >= least}
+    if 0 < top_k < len(z):
+        kept &= {token for token in range(len(z)) if z[token] >= np.sort(z)[-top_k]}
+    total = sum(probabilities[token] for token in kept)
+    before, within = 0.0, set()
+    for token in sorted(kept, key=lambda token: (-probabilities[token], token)):
+        if before < top_p * total:
+            within.add(token)
+        before += probabilities[token]
+    return within
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, 49, 50, 51])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
+def test_kept_tokens_are_the_reference(top_k: int, top_p: float, min_p: float) -> None:
+    logits = random_logits(8, seed=11)
+    temperature = np.linspace(0.3, 2.0, 8).astype(np.float32)
+    weights = kept_weights(
+        logits,
+        temperature,
+        np.full(8, top_k, np.int32),
+        np.full(8, top_p, np.float32),
+        np.full(8, min_p, np.float32),
+    )
+    for row in range(8):
+        z = (logits[row] / float(temperature[row])).double().numpy()
+        wanted = reference_kept(z, top_k, float(np.float32(top_p)), float(np.float32(min_p)))
+        assert set(torch.nonzero(weights[row])[:, 0].tolist()) == wanted, f"row {row}"
+
+
+def test_top_p_beyond_the_likely_ones_sorts_the_vocabulary() -> None:
+    logits = random_logits(1, vocab_size=5000, seed=2) * 0.05  # Nearly flat.
+    weights = kept_weights(logits, *_one_row(top_p=0.7))
+    wanted = reference_kept(logits[0].double().numpy(), 0, float(np.float32(0.7)), 0.0)
+    assert len(wanted) > 3000
+    assert set(torch.nonzero(weights[0])[:, 0].tolist()) == wanted
+
+
+def test_equal_tokens_at_the_edge() -> None:
+    logits = torch.zeros(1, 10)
+    by_p = kept_weights(logits, *_one_row(top_p=0.35))
+    assert torch.nonzero(by_p[0])[:, 0].tolist() == [0, 1, 2, 3]  # By id.
+    by_k = kept_weights(logits, *_one_row(top_k=3))
+    assert int((by_k > 0).sum()) == 10  # Equals of the k-th stay, as in vLLM.
+
+
+def _one_row(*, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndarray, ...]:
+    floats = (np.array([x], dtype=np.float32) for x in (temperature, top_p, min_p))
+    first, second, third = floats
+    return first, np.array([top_k], dtype=np.int32), second, third
+
+
+# The draw
+
+
+def test_a_draw_is_the_inverse_of_the_running_sum() -> None:
+    """Exact integers: the reference is Python's own arithmetic."""
+    logits = random_logits(32, seed=5)
+    settings = {
+        "temperature": np.full(32, 0.8, np.float32),
+        "top_k": np.full(32, 20, np.int32),
+        "top_p": np.full(32, 0.95, np.float32),
+        "min_p": np.zeros(32, np.float32),
+    }
+    bits = draw_bits(np.arange(32), 0, 9)
+    tokens = draw_tokens(logits, bits=bits, **settings)
+    weights = kept_weights(
+        logits, *(settings[n] for n in ("temperature", "top_k", "top_p", "min_p"))
+    )
+    for row in range(32):
+        target = int(bits[row]) * sum(weights[row].tolist()) >> 64
+        running = 0
+        for weight in weights[row, : tokens[row]].tolist():
+            running += weight
+        assert running <= target < running + int(weights[row, tokens[row]])
+
+
+def test_extreme_bits_stay_among_the_kept_tokens() -> None:
+    logits = random_logits(2, seed=1)
+    bits = np.array([0, 2**64 - 1], dtype=np.uint64)
+    rows = (np.repeat(values, 2) for values in _one_row(top_k=5))
+    temperature, top_k, top_p, min_p = rows
+    tokens = draw_tokens(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, bits=bits
+    )
+    best = [sorted(torch.topk(row, 5).indices.tolist()) for row in logits]
+    assert tokens.tolist() == [best[0][0], best[1][-1]]
+
+
+def test_frequencies_are_the_softmax() -> None:
+    logits = random_logits(1, vocab_size=12, seed=9) * 0.4
+    num = 40_000
+    bits = draw_bits(123, 0, np.arange(num))
+    settings = [np.repeat(values, num) for values in _one_row(temperature=0.7)]
+    temperature, top_k, top_p, min_p = settings
+    tokens = draw_tokens(
+        logits.expand(num, -1),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        bits=bits,
+    )
+    expected = torch.softmax(logits[0].double() / 0.7, 0).numpy() * num
+    counts = np.bincount(tokens, minlength=12)
+    assert ((counts - expected) ** 2 / expected).sum() < 31.3  # chi-squared, 11, p < 0.001
+
+
+def test_the_same_seed_gives_the_same_token_in_any_company() -> None:
+    params = SamplingParams(temperature=1.2, top_k=30, top_p=0.97, seed=42, frequency_penalty=0.3)
+    logits = random_logits(40, seed=21)
+    alone = [one(logits[row], params, [3] * 4, [7] * row) for row in range(40)]
+    step, order = Step(), np.random.default_rng(0).permutation(40)
+    for slot, row in enumerate(order.tolist()):
+        mixed = GREEDY if row % 3 == 0 else params
+        step.assign(slot, mixed, [3] * 4, [7] * row).output(slot, 3 + row)
+    together = run(Sampler(40, VOCAB_SIZE), logits[torch.from_numpy(order)], step)
+    for slot, row in enumerate(order.tolist()):
+        if row % 3:
+            assert together.tokens[slot] == alone[row]
+    assert len(set(alone)) > 5
+
+
+def test_sequences_of_one_request_differ_by_their_index() -> None:
+    params = SamplingParams(temperature=1.0, seed=5)
+    logits = torch.zeros(VOCAB_SIZE)
+    tokens = {one(logits, params, index=index) for index in range(20)}
+    assert len(tokens) > 8
+
+
+def test_forks_of_one_row_sample_apart() -> None:
+    """Several outputs of one token row, each with its own slot, as a plan does for n > 1."""
+    params = SamplingParams(temperature=1.0, seed=5, presence_penalty=1.0)
+    logits = torch.zeros(1, VOCAB_SIZE).expand(6, -1)
+    step = Step()
+    for slot in range(6):
+        step.assign(slot, params, [2, 3], index=slot).output(slot, 1)
+    sampler = Sampler(8, VOCAB_SIZE)
+    result = run(sampler, logits, step)
+    alone = [one(logits[0], params, [2, 3], index=index) for index in range(6)]
+    assert result.tokens.tolist() == alone == sampler.last_samples[:6].tolist()
+
+
+# Slots change hands
+
+
+def test_a_reassigned_slot_remembers_nothing() -> None:
+    sampler = Sampler(1, VOCAB_SIZE)
+    wild = SamplingParams(
+        temperature=2.0, seed=3, logit_bias={7: 100.0}, allowed_token_ids=[7, 8], min_tokens=5,
+        presence_penalty=2.0, logprobs=3,
+    )  # fmt: skip
+    logits = random_logits(1)
+    run(sampler, logits, Step().assign(0, wild, [2]).output(0, 0))
+    result = run(sampler, logits, Step().release(0).assign(0, GREEDY, [2]).output(0, 0))
+    assert result.tokens.tolist() == [int(logits[0].argmax())]
+    assert result.logprobs == {}
+
+
+def test_tokens_not_known_yet_are_the_slots_last_samples() -> None:
+    params = SamplingParams(temperature=0, presence_penalty=2.0)
+    sampler = Sampler(2, VOCAB_SIZE)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 10], logits[0, 11] = 1.0, 0.5
+    run(sampler, logits, Step().assign(1, GREEDY, [2]).output(1, 0))  # Samples 10.
+    step = Step().assign(0, params, [2], [-1 - 1]).output(0, 1)
+    assert run(sampler, logits, step).tokens.tolist() == [11]
+
+
+# Rows that fail
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1, logprobs=2)])
+def test_a_row_that_is_not_finite_fails_alone(poison: float, params: SamplingParams) -> None:
+    logits = random_logits(3)
+    step = Step()
+    for slot in range(3):
+        step.assign(slot, params, [2], index=slot).output(slot, 0)
+    good = run(Sampler(4, VOCAB_SIZE), logits.clone(), step)
+    logits[1, 33] = poison
+    result = run(Sampler(4, VOCAB_SIZE), logits, step)
+    assert result.counts.tolist() == [1, -1, 1]
+    assert result.tokens[[0, 2]].tolist() == good.tokens[[0, 2]].tolist()
+    assert 1 not in result.logprobs
+
+
+def test_huge_finite_logits_are_no_failure() -> None:
+    logits = torch.full((1, VOCAB_SIZE), 3e38)  # Their sum overflows.
+    assert run(
+        Sampler(1, VOCAB_SIZE), logits, Step().assign(0, GREEDY, [2]).output(0, 0)
+    ).counts.tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_every_token_masked_fails_alone(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[EOS], min_tokens=2)
+    logits = random_logits(2)
+    step = Step().assign(0, params, [2]).output(0, 0).assign(1, GREEDY, [2]).output(1, 0)
+    assert run(Sampler(2, VOCAB_SIZE), logits, step).counts.tolist() == [-1, 1]
+
+
+# Log probabilities
+
+
+def test_logprobs_are_of_raw_logits() -> None:
+    params = SamplingParams(temperature=0, logprobs=3, logit_bias={4: 100.0})
+    logits = random_logits(2)
+    step = Step().assign(0, params, [2]).output(0, 0).assign(1, GREEDY, [2]).output(1, 0)
+    result = run(Sampler(2, VOCAB_SIZE), logits, step)
+    wanted = torch.log_softmax(logits[0].double(), 0)
+    row = result.logprobs[0]
+    assert set(result.logprobs) == {0}
+    assert row.token_ids == [4, *torch.topk(wanted, 3).indices.tolist()]
+    np.testing.assert_allclose(row.logprobs, wanted[row.token_ids], atol=1e-5)
+    assert row.rank == int((wanted > wanted[4]).sum()) + 1
+
+
+def test_logprobs_zero_reports_the_chosen_token_only() -> None:
+    logits = random_logits(1)
+    step = Step().assign(0, SamplingParams(temperature=0, logprobs=0), [2]).output(0, 0)
+    row = run(Sampler(1, VOCAB_SIZE), logits, step).logprobs[0]
+    assert (row.token_ids, row.rank) == ([int(logits[0].argmax())], 1)
+
+
+def test_prompt_logprobs_score_the_token_that_follows() -> None:
+    prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, 70).tolist()
+    params = SamplingParams(temperature=0, prompt_logprobs=2)
+    logits = random_logits(70)
+    sampler = Sampler(2, VOCAB_SIZE)
+    request = 2**40 + 3
+    first = Step().assign(1, params, prompt, request=request)
+    for position in range(40):
+        first.output(1, position, OutputKind.SCORE)
+    second = Step()
+    for position in range(40, 69):
+        second.output(1, position, OutputKind.SCORE)
+    second.output(1, 69)
+    results = run(sampler, logits[:40], first), run(sampler, logits[40:], second)
+    assert results[0].counts.tolist() == [0] * 40
+    assert results[1].counts.tolist() == [0] * 29 + [1]
+    assert results[1].tokens[-1] == int(logits[69].argmax())
+    scores = [*results[0].scores, *results[1].scores]
+    assert [score.position for score in scores] == list(range(1, 70))
+    wanted = torch.log_softmax(logits.double(), 1)
+    for score in scores:
+        row = wanted[score.position - 1]
+        assert score.request_id == request
+        assert score.logprobs.token_ids == [prompt[score.position], *row.topk(2).indices.tolist()]
+        np.testing.assert_allclose(
+            score.logprobs.logprobs, row[score.logprobs.token_ids], atol=1e-5
+        )
+
+
+def test_a_poisoned_score_row_fails_its_request() -> None:
+    params = SamplingParams(temperature=0, prompt_logprobs=0)
+    logits = random_logits(2)
+    logits[0, 0] = math.nan
+    step = Step().assign(0, params, [2, 3, 4])
+    step.output(0, 0, OutputKind.SCORE).output(0, 1, OutputKind.SCORE)
+    assert run(Sampler(1, VOCAB_SIZE), logits, step).counts.tolist() == [-1, 0]
+
+
+def test_an_output_kind_that_is_not_built_says_so() -> None:
+    step = Step().assign(0, GREEDY, [2]).output(0, 0, OutputKind.EMBED)
+    with pytest.raises(ValueError, match=r"output kinds \[3\] are not sampled here"):
+        run(Sampler(1, VOCAB_SIZE), random_logits(1), step)
+
+
+def test_a_step_without_outputs() -> None:
+    result = run(Sampler(1, VOCAB_SIZE), torch.empty(0, VOCAB_SIZE), Step().assign(0, GREEDY, [2]))
+    assert result.counts.shape == result.tokens.shape == (0,)
+
+
+# The record
+
+
+def test_the_largest_parameters_fit_the_record() -> None:
+    params = SamplingParams(
+        logit_bias=dict.fromkeys(range(1024), 1.0),
+        allowed_token_ids=range(1024),
+        stop_token_ids=range(64),
+        min_tokens=3,
+    )
+    assert len(encode(params, 2**64 - 1, [EOS, *range(64)])) <= MAX_RECORD_WORDS
+
+
+def test_a_record_of_another_version_is_refused() -> None:
+    step = Step().assign(0, GREEDY, [2])
+    step.words[0] = 9
+    with pytest.raises(ValueError, match="sampling record version 9, want 1"):
+        run(Sampler(1, VOCAB_SIZE), torch.empty(0, VOCAB_SIZE), step)
