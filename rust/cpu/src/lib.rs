@@ -1,1 +1,31 @@
-//! See ARCHITECTURE.md.
+//! CPU kernels of the engine: attention over paged KV, norms, rotary positions, gating.
+//!
+//! Architecture invariant: nothing here knows what a request, a block pool or a scheduler is. A
+//! kernel gets views of memory and plain indices, checks every index that it will follow, and
+//! computes. No environment, no clock, no global state; threads belong to a [`Pool`] that the
+//! caller owns.
+//!
+//! Results do not depend on company: what one token gets is one fixed sequence of floating-point
+//! operations, whatever other rows, chunk sizes or number of threads the call has.
+
+pub mod attention;
+pub mod element;
+pub mod error;
+pub mod gate;
+pub mod isa;
+pub mod layout;
+pub mod norm;
+pub mod pool;
+pub mod rope;
+pub mod view;
+
+pub use attention::{Attention, paged_attention};
+pub use element::{Bf16, DType};
+pub use error::ArgumentError;
+pub use gate::silu_mul;
+pub use isa::Isa;
+pub use layout::{KvLayout, kv_layer_shape, kv_shape};
+pub use norm::rms_norm;
+pub use pool::Pool;
+pub use rope::{Rope, rope_and_write_kv};
+pub use view::{KvView, KvViewMut, Matrix, MatrixMut};

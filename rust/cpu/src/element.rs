@@ -1,0 +1,114 @@
+//! Element types: what is stored. Arithmetic is always in `f32`.
+
+/// How an array stores its numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DType {
+    /// IEEE binary32.
+    F32,
+    /// The upper half of a binary32, carried as `uint16`.
+    Bf16,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+
+    /// The name that Python uses for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16 (as uint16)",
+        }
+    }
+}
+
+/// A bfloat16: the upper 16 bits of an `f32`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(transparent)]
+pub struct Bf16(pub u16);
+
+impl Bf16 {
+    /// Round to nearest, ties to even. A NaN stays a NaN (made quiet); subnormals are kept.
+    #[inline(always)]
+    pub const fn from_f32(value: f32) -> Self {
+        let bits = value.to_bits();
+        if bits & 0x7fff_ffff > 0x7f80_0000 {
+            return Self((bits >> 16) as u16 | 0x40);
+        }
+        let round = 0x7fff + ((bits >> 16) & 1);
+        Self((bits.wrapping_add(round) >> 16) as u16)
+    }
+
+    /// Exact.
+    #[inline(always)]
+    pub const fn to_f32(self) -> f32 {
+        f32::from_bits((self.0 as u32) << 16)
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for super::Bf16 {}
+}
+
+/// A stored number: `f32` or [`Bf16`].
+pub trait Element: Copy + Send + Sync + sealed::Sealed + 'static {
+    /// Its run-time name.
+    const DTYPE: DType;
+    /// Widen to `f32`; exact.
+    fn widen(self) -> f32;
+    /// Round an `f32` to nearest even.
+    fn narrow(value: f32) -> Self;
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for Bf16 {
+    const DTYPE: DType = DType::Bf16;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Bf16;
+
+    #[test]
+    fn rounds_to_nearest_even() {
+        for (value, bits) in [
+            (1.0f32, 0x3f80),
+            (f32::from_bits(0x3f80_8000), 0x3f80), // A tie goes to the even neighbour,
+            (f32::from_bits(0x3f81_8000), 0x3f82), // downwards or upwards.
+            (f32::from_bits(0x3f80_8001), 0x3f81),
+            (f32::MAX, 0x7f80),
+            (f32::NEG_INFINITY, 0xff80),
+            (f32::from_bits(1), 0),
+            (-0.0, 0x8000),
+        ] {
+            assert_eq!(Bf16::from_f32(value).0, bits, "{value:e}");
+        }
+        assert!(Bf16::from_f32(f32::from_bits(0x7f80_0001)).to_f32().is_nan());
+    }
+}

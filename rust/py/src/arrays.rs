@@ -1,0 +1,218 @@
+//! numpy arrays as the views that kernels take.
+//!
+//! numpy's own borrow checks treat two columns of one fused matrix as overlapping and two tensors
+//! that share memory as distinct, so they do not help here; [`check_overlap`] looks at addresses.
+
+use fastserve_cpu::{DType, Matrix, MatrixMut};
+use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, dtype, npyffi};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+/// An array of `float32` or bfloat16 (`uint16`), checked to be aligned.
+pub(crate) struct Array<'py> {
+    name: &'static str,
+    array: Bound<'py, PyUntypedArray>,
+    dtype: DType,
+}
+
+impl<'py> Array<'py> {
+    /// `object`, to read.
+    pub(crate) fn new(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let array = untyped(name, object)?;
+        let py = object.py();
+        let found = array.dtype();
+        let dtype = if found.is_equiv_to(&dtype::<f32>(py)) {
+            DType::F32
+        } else if found.is_equiv_to(&dtype::<u16>(py)) {
+            DType::Bf16
+        } else {
+            let message = format!("{name}: got {found}, want float32 or uint16 (bfloat16)");
+            return Err(PyTypeError::new_err(message));
+        };
+        let this = Self { name, array, dtype };
+        let address = this.data() as usize;
+        if !address.is_multiple_of(dtype.size()) {
+            return Err(this.error("an aligned array"));
+        }
+        Ok(this)
+    }
+
+    /// `object`, to write.
+    pub(crate) fn new_mut(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let this = Self::new(name, object)?;
+        if this.flags() & npyffi::NPY_ARRAY_WRITEABLE == 0 {
+            return Err(this.error("a writable array"));
+        }
+        Ok(this)
+    }
+
+    /// `ValueError`: the argument's name, its shape, and what was wanted.
+    pub(crate) fn error(&self, want: &str) -> PyErr {
+        let (shape, strides) = (self.array.shape(), self.array.strides());
+        let dtype = self.dtype.name();
+        PyValueError::new_err(format!(
+            "{}: got shape {shape:?} strides {strides:?} {dtype}, want {want}",
+            self.name
+        ))
+    }
+
+    pub(crate) fn shape(&self) -> &[usize] {
+        self.array.shape()
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub(crate) fn is_contiguous(&self) -> bool {
+        self.array.is_c_contiguous()
+    }
+
+    /// The shape, which must have three axes.
+    pub(crate) fn shape3(&self, want: &str) -> PyResult<[usize; 3]> {
+        self.shape().try_into().map_err(|_| self.error(want))
+    }
+
+    fn flags(&self) -> i32 {
+        // SAFETY: the array object is alive while `self.array` holds it.
+        unsafe { (*self.array.as_array_ptr()).fields.flags }
+    }
+
+    pub(crate) fn data(&self) -> *const u8 {
+        self.data_mut()
+    }
+
+    pub(crate) fn data_mut(&self) -> *mut u8 {
+        // SAFETY: the array object is alive while `self.array` holds it.
+        unsafe { (*self.array.as_array_ptr()).fields.data.cast() }
+    }
+
+    /// `(rows, columns, row stride)` in elements. Rows are the first axis (a vector is one row);
+    /// the other axes must be contiguous.
+    fn rows(&self) -> PyResult<(usize, usize, usize)> {
+        let (shape, strides) = (self.array.shape(), self.array.strides());
+        let outer = usize::from(shape.len() > 1);
+        let want = "at least one axis, contiguous but for the first";
+        if shape.is_empty() {
+            return Err(self.error(want));
+        }
+        let num_rows = if outer == 1 { shape[0] } else { 1 };
+        let num_cols: usize = shape[outer..].iter().product();
+        if num_rows == 0 || num_cols == 0 {
+            return Ok((num_rows, num_cols, num_cols));
+        }
+        let mut run = self.dtype.size() as isize;
+        for (&len, &stride) in shape[outer..].iter().zip(&strides[outer..]).rev() {
+            if len > 1 && stride != run {
+                return Err(self.error(want));
+            }
+            run *= len as isize;
+        }
+        if num_rows == 1 {
+            return Ok((1, num_cols, num_cols));
+        }
+        let size = self.dtype.size() as isize;
+        if strides[0] < run || strides[0] % size != 0 {
+            return Err(self.error(want));
+        }
+        Ok((num_rows, num_cols, (strides[0] / size) as usize))
+    }
+
+    /// As a matrix to read: rows are the first axis.
+    pub(crate) fn matrix(&self) -> PyResult<Matrix<'_>> {
+        let (rows, cols, stride) = self.rows()?;
+        // SAFETY: numpy's shape and strides describe memory that the array keeps alive; alignment
+        // was checked; that nobody writes it is the module's contract with Python.
+        Ok(unsafe { Matrix::from_raw(self.data(), self.dtype, rows, cols, stride) })
+    }
+
+    /// As a matrix to write.
+    pub(crate) fn matrix_mut(&self) -> PyResult<MatrixMut<'_>> {
+        let (rows, cols, stride) = self.rows()?;
+        // SAFETY: as for `matrix`; the array is writable, rows do not overlap since the stride is
+        // at least a row, and `check_overlap` was passed.
+        Ok(unsafe { MatrixMut::from_raw(self.data_mut(), self.dtype, rows, cols, stride) })
+    }
+}
+
+/// `ValueError` if an array that is written shares memory with any other argument.
+pub(crate) fn check_overlap(
+    written: &[Option<&Array<'_>>],
+    read: &[Option<&Array<'_>>],
+) -> PyResult<()> {
+    let all: Vec<&Array<'_>> = written.iter().chain(read).copied().flatten().collect();
+    let num_written = written.iter().flatten().count();
+    for (i, a) in all.iter().enumerate().take(num_written) {
+        for b in &all[i + 1..] {
+            if a.matrix()?.overlaps(&b.matrix()?) {
+                let message = format!("{} and {}: want memory of their own", a.name, b.name);
+                return Err(PyValueError::new_err(message));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A C-contiguous `int32` array.
+pub(crate) struct Words<'py> {
+    array: Bound<'py, PyUntypedArray>,
+}
+
+impl<'py> Words<'py> {
+    /// With one axis.
+    pub(crate) fn new(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Self::with_axes(name, object, 1)
+    }
+
+    /// With two axes.
+    pub(crate) fn new_2d(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Self::with_axes(name, object, 2)
+    }
+
+    fn with_axes(name: &'static str, object: &Bound<'py, PyAny>, axes: usize) -> PyResult<Self> {
+        let array = untyped(name, object)?;
+        let found = array.dtype();
+        if !found.is_equiv_to(&dtype::<i32>(object.py())) {
+            return Err(PyTypeError::new_err(format!("{name}: got {found}, want int32")));
+        }
+        let this = Self { array };
+        let aligned = (this.data() as usize).is_multiple_of(size_of::<i32>());
+        if this.array.ndim() != axes || !this.array.is_c_contiguous() || !aligned {
+            let (shape, strides) = (this.array.shape(), this.array.strides());
+            return Err(PyValueError::new_err(format!(
+                "{name}: got shape {shape:?} strides {strides:?}, want {axes} axes, C-contiguous"
+            )));
+        }
+        Ok(this)
+    }
+
+    fn data(&self) -> *const i32 {
+        // SAFETY: the array object is alive while `self.array` holds it.
+        unsafe { (*self.array.as_array_ptr()).fields.data.cast() }
+    }
+
+    /// The words, row by row.
+    pub(crate) fn slice(&self) -> &[i32] {
+        if self.array.is_empty() {
+            return &[];
+        }
+        // SAFETY: contiguous, aligned `int32` that the array keeps alive; that nobody writes it
+        // during the call is the module's contract with Python.
+        unsafe { std::slice::from_raw_parts(self.data(), self.array.len()) }
+    }
+
+    /// Length of the last axis.
+    pub(crate) fn num_cols(&self) -> usize {
+        self.array.shape().last().copied().unwrap_or(0)
+    }
+}
+
+fn untyped<'py>(
+    name: &'static str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyUntypedArray>> {
+    object.cast::<PyUntypedArray>().cloned().map_err(|_| {
+        let found = object.get_type();
+        PyTypeError::new_err(format!("{name}: got {found}, want a numpy array"))
+    })
+}
