@@ -87,7 +87,7 @@ mutants: tools $(INSTALLED) ## Mutation tests of kv, sched and engine; takes hou
 
 .PHONY: bench-core
 bench-core: setup ## Benches of the core and of the start-up, as JSON lines
-	@$(PY) tools/bench_core.py $(ARGS)
+	@sh tools/bench_core.sh $(ARGS)
 
 ##@ Keep in order
 
