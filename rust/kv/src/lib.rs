@@ -13,9 +13,16 @@
 //! exist; order comes from a logical counter. Nothing allocates after construction, with two
 //! exceptions that are off by default: block events, and prompts with spans.
 
+#![forbid(unsafe_code)]
+
 mod events;
 mod hash;
+mod lru;
 mod manager;
+mod pool;
+mod spans;
+mod table;
+mod tree;
 
 pub use events::{BlockEvent, BlockInfo, CacheTier, ChainHash};
 pub use manager::{BlockCounts, KvManager, OutOfBlocks, Probe, SeqKey};

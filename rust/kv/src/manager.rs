@@ -1,8 +1,35 @@
 //! Block tables of the running sequences, over one pool and one prefix tree.
+//!
+//! This file is about blocks: opening and closing sequences, giving them fresh blocks, forks. What
+//! sequences share, and until when, is in `sharing`; what can be seen and checked is in `inspect`.
+//!
+//! # Invariants
+//!
+//! Checked by [`KvManager::check`].
+//!
+//! 1. A block has as many uses as it has places in the tables of open slots.
+//! 2. The first `num_shared` blocks of a slot are nodes of the tree, each the parent of the next, the
+//!    first one in the slot's namespace.
+//! 3. Whoever holds a node holds its ancestors. So what is below a cached node is cached, and every
+//!    cached block can be evicted, leaves first.
+//! 4. Cached blocks are nodes, free blocks are not. A cached node was used no earlier than its
+//!    children. What can be evicted at once, the cached leaves, is in the heap of `lru`.
+//!
+//! # Cost
+//!
+//! `allocate` is O(n), and O(log blocks) for each eviction; `close` and `fork` are O(blocks of the
+//! slot).
 
-use fastserve_base::{BlockId, CoreConfig, Namespace, RowSlot, Span, StepId, Token};
+mod inspect;
+mod sharing;
 
-use crate::{BlockEvent, BlockInfo};
+use fastserve_base::fault::{Fault, planted};
+use fastserve_base::{BlockId, CoreConfig, Namespace, RowSlot, Span, StepId};
+
+use crate::events::EventLog;
+use crate::lru::Lru;
+use crate::pool::BlockPool;
+use crate::tree::PrefixTree;
 
 /// What a sequence's blocks are keyed by, beside its tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +65,9 @@ pub struct BlockCounts {
 
 /// More blocks were asked for than are free or cached. Nothing has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{requested} blocks wanted, {free} are free and {cached} cached; end or preempt a sequence")]
+#[error(
+    "{requested} blocks wanted, {free} are free and {cached} cached; end or preempt a sequence"
+)]
 pub struct OutOfBlocks {
     /// Blocks asked for.
     pub requested: usize,
@@ -48,184 +77,133 @@ pub struct OutOfBlocks {
     pub cached: usize,
 }
 
+/// A row slot, as the manager sees it. Closed slots are all zero.
+#[derive(Debug, Clone, Copy, Default)]
+struct Slot {
+    namespace: Namespace,
+    num_blocks: u32,
+    num_shared: u32,
+    is_open: bool,
+    is_broken: bool,
+}
+
+/// What the last probe found, until a block changes.
+#[derive(Debug, Clone, Copy)]
+struct LastProbe {
+    /// The running sequence that it extends, if any.
+    slot: Option<RowSlot>,
+    tail: Option<BlockId>,
+    next_hash: Option<u64>,
+}
+
 /// Block pool, prefix tree and block tables as one.
 ///
-/// A row slot is *open* from [`open`](Self::open) or [`fork`](Self::fork) to
-/// [`close`](Self::close). Its table's first [`num_shared`](Self::num_shared) blocks are in the
-/// tree, one below the other; the rest are its own (or its forks'). Its chain is *broken* when it
-/// may share no more blocks: it computed a block that the tree already had, or the cache was reset
-/// under it. It keeps working; only its later blocks are not cached.
+/// A row slot is *open* from [`open`](Self::open) to [`close`](Self::close). Its table's first
+/// [`num_shared`](Self::num_shared) blocks are in the tree, one below the other; the rest are its own
+/// (or its forks'). Its chain is *broken* when it may share no more blocks: it computed a block that
+/// the tree already had, or the cache was reset under it. It keeps working; only its later blocks are
+/// not cached.
 ///
 /// Calls that break a rule stated at the call panic: they are bugs of the caller.
 #[derive(Clone)]
-pub struct KvManager {}
+pub struct KvManager {
+    pool: BlockPool,
+    tree: PrefixTree,
+    lru: Lru,
+    slots: Vec<Slot>,
+    /// `[max_num_seqs, max_blocks_per_seq]`.
+    tables: Vec<i32>,
+    max_blocks_per_seq: usize,
+    enable_prefix_caching: bool,
+    /// Counts closes: the time that `lru` goes by.
+    clock: u64,
+    last_committed: StepId,
+    num_evicted: u64,
+    /// Blocks that the last probe matched.
+    path: Vec<BlockId>,
+    last_probe: Option<LastProbe>,
+    events: Option<EventLog>,
+}
 
-#[expect(clippy::unused_self, clippy::needless_pass_by_value, reason = "signatures first")]
 impl KvManager {
     /// Everything free, nothing cached. `config` is validated.
     pub fn new(config: &CoreConfig) -> Self {
-        unimplemented!("{config:?}")
-    }
-
-    /// Block tables, `[max_num_seqs, max_blocks_per_seq]`, at an address that never changes.
-    ///
-    /// A row's entries past [`num_blocks_of`](Self::num_blocks_of) mean nothing.
-    pub fn block_tables(&self) -> &[i32] {
-        unimplemented!()
-    }
-
-    /// Blocks in the table of `slot`. 0 for a slot that is not open.
-    pub fn num_blocks_of(&self, slot: RowSlot) -> usize {
-        unimplemented!("{slot:?}")
-    }
-
-    /// The blocks of `slot`, in order.
-    pub fn table(&self, slot: RowSlot) -> &[i32] {
-        unimplemented!("{slot:?}")
-    }
-
-    /// Leading blocks of `slot` that are in the tree.
-    pub fn num_shared(&self, slot: RowSlot) -> usize {
-        unimplemented!("{slot:?}")
-    }
-
-    /// Whether `slot` shares no more blocks until it is closed.
-    pub fn is_broken(&self, slot: RowSlot) -> bool {
-        unimplemented!("{slot:?}")
-    }
-
-    /// Whether `slot` is between `open` and `close`.
-    pub fn is_open(&self, slot: RowSlot) -> bool {
-        unimplemented!("{slot:?}")
-    }
-
-    /// Blocks that [`allocate`](Self::allocate) can give: free and cached together.
-    pub fn available(&self) -> usize {
-        unimplemented!()
-    }
-
-    /// Blocks in each state.
-    pub fn counts(&self) -> BlockCounts {
-        unimplemented!()
-    }
-
-    /// Cached blocks evicted to make room, since construction.
-    pub fn num_evicted_blocks(&self) -> u64 {
-        unimplemented!()
+        let max_blocks_per_seq = config.max_blocks_per_seq() as usize;
+        let max_num_seqs = config.max_num_seqs as usize;
+        Self {
+            pool: BlockPool::new(config.num_blocks),
+            tree: PrefixTree::new(config),
+            lru: Lru::new(config.num_blocks),
+            slots: vec![Slot::default(); max_num_seqs],
+            tables: vec![0; max_num_seqs * max_blocks_per_seq],
+            max_blocks_per_seq,
+            enable_prefix_caching: config.enable_prefix_caching,
+            clock: 0,
+            last_committed: StepId(0),
+            num_evicted: 0,
+            path: Vec::with_capacity(max_blocks_per_seq),
+            last_probe: None,
+            events: config
+                .enable_block_events
+                .then(|| EventLog::new(config.num_blocks)),
+        }
     }
 
     /// Start a sequence in `slot` with an empty table. The slot must not be open.
     pub fn open(&mut self, slot: RowSlot, namespace: Namespace) {
-        unimplemented!("{slot:?} {namespace:?}")
-    }
-
-    /// Longest prefix of `tokens` in the tree, in whole blocks and at most `max_tokens` tokens, for a
-    /// sequence that is not running yet.
-    ///
-    /// Changes no block. The path is remembered for [`adopt`](Self::adopt) until the next call that
-    /// changes a block or probes again (`open` and `step_committed` do not). O(blocks matched).
-    pub fn probe(&mut self, key: SeqKey<'_>, tokens: &[Token], max_tokens: usize) -> Probe {
-        unimplemented!("{key:?} {tokens:?} {max_tokens}")
-    }
-
-    /// As [`probe`](Self::probe), for what follows the blocks of the running sequence in `slot`.
-    ///
-    /// Finds nothing unless every block of the slot is shared and its chain is unbroken, so that the
-    /// matched blocks can be appended.
-    pub fn probe_from(
-        &mut self,
-        slot: RowSlot,
-        key: SeqKey<'_>,
-        tokens: &[Token],
-        max_tokens: usize,
-    ) -> Probe {
-        unimplemented!("{slot:?} {key:?} {tokens:?} {max_tokens}")
-    }
-
-    /// Last block of the path that the last probe found, the slot's own blocks of `probe_from`
-    /// included. `None` if that path is empty.
-    ///
-    /// Two sequences of one namespace with equal tails, and equal tokens and spans in the block that
-    /// follows, are about to compute the same block: that is exact.
-    pub fn probe_tail(&self) -> Option<BlockId> {
-        unimplemented!()
-    }
-
-    /// Hash of the block that follows the path of the last probe: of its parent, tokens and spans.
-    ///
-    /// `None` if fewer than `block_size` tokens follow (of those given, whatever `max_tokens` was),
-    /// if the chain of `probe_from`'s slot is broken, or if prefix caching is off. Equal blocks have
-    /// equal hashes; the reverse is likely only, see [`probe_tail`](Self::probe_tail).
-    pub fn probe_next_hash(&self) -> Option<u64> {
-        unimplemented!()
-    }
-
-    /// Last shared block of `slot`, `None` if it shares none. The running side of
-    /// [`probe_tail`](Self::probe_tail).
-    pub fn tail(&self, slot: RowSlot) -> Option<BlockId> {
-        unimplemented!("{slot:?}")
-    }
-
-    /// Hash of the first block of `slot` that is not shared yet, whether or not it has been
-    /// allocated. The running side of [`probe_next_hash`](Self::probe_next_hash), under the same
-    /// conditions.
-    pub fn next_block_hash(
-        &self,
-        slot: RowSlot,
-        key: SeqKey<'_>,
-        tokens: &[Token],
-    ) -> Option<u64> {
-        unimplemented!("{slot:?} {key:?} {tokens:?}")
-    }
-
-    /// Append the path of the last probe to the table of `slot`, one more use of each block.
-    ///
-    /// `slot` is open and has an empty table after `probe`, or is the slot given to `probe_from`.
-    pub fn adopt(&mut self, slot: RowSlot) {
-        unimplemented!("{slot:?}")
+        let state = &mut self.slots[slot.index()];
+        assert!(!state.is_open, "{slot:?} is open already");
+        *state = Slot {
+            namespace,
+            is_open: true,
+            ..Slot::default()
+        };
     }
 
     /// Append `n` fresh blocks to the table of `slot`, or change nothing.
     ///
     /// Takes free blocks first, then evicts exactly as many cached ones as are missing: leaves of the
-    /// tree, longest unused first.
+    /// tree, longest unused first. The table has room for them (`max_blocks_per_seq`).
     ///
     /// # Errors
     ///
     /// [`OutOfBlocks`] if fewer than `n` blocks are free or cached.
     pub fn allocate(&mut self, slot: RowSlot, n: usize) -> Result<(), OutOfBlocks> {
-        unimplemented!("{slot:?} {n}")
+        self.want_available(n)?;
+        for _ in 0..n {
+            let block = self.take_block();
+            self.append(slot, block);
+        }
+        Ok(())
     }
 
-    /// Put the blocks `num_shared..num_full` of `slot` into the tree, written by `step`.
-    ///
-    /// Their tokens are known and accepted, and the step that writes the last of their slots is
-    /// planned: `tokens` are the sequence's, at least `num_full` blocks of them. Where the tree has
-    /// an equal block of another sequence, that one stays, and the chain of `slot` is broken.
-    pub fn share(
-        &mut self,
-        slot: RowSlot,
-        key: SeqKey<'_>,
-        tokens: &[Token],
-        num_full: usize,
-        step: StepId,
-    ) {
-        unimplemented!("{slot:?} {key:?} {tokens:?} {num_full} {step:?}")
-    }
-
-    /// Give `to`, open and empty, the whole table of `from`: one more use of each block.
+    /// Give `to`, open and empty in the same namespace, the whole table of `from`: one more use of
+    /// each block.
     ///
     /// Before either writes into a block that both use, it calls
     /// [`copy_on_write`](Self::copy_on_write).
     pub fn fork(&mut self, from: RowSlot, to: RowSlot) {
-        unimplemented!("{from:?} {to:?}")
+        let source = self.open_slot(from);
+        let target = self.open_slot(to);
+        assert_eq!(
+            target.num_blocks, 0,
+            "blocks of {to:?}, which is to be a fork"
+        );
+        assert_eq!(target.namespace, source.namespace, "namespace of {to:?}");
+        self.last_probe = None;
+        for index in 0..source.num_blocks as usize {
+            let block = self.block(from, index);
+            self.pool.retain(block);
+            self.append(to, block);
+        }
+        self.slots[to.index()] = source;
     }
 
     /// Make the block at `index` of `slot` its own, before the sequence writes into it.
     ///
     /// If others use the block too, a fresh one takes its place in the table, and the answer is
-    /// `(source, destination)` of the copy to make before the step's writes. `index` is not shared:
-    /// a block of the tree is never written again.
+    /// `(source, destination)` of the copy to make before the step's writes. The block is not in the
+    /// tree: a shared block is never written again.
     ///
     /// # Errors
     ///
@@ -235,7 +213,24 @@ impl KvManager {
         slot: RowSlot,
         index: usize,
     ) -> Result<Option<(BlockId, BlockId)>, OutOfBlocks> {
-        unimplemented!("{slot:?} {index}")
+        let num_blocks = self.open_slot(slot).num_blocks as usize;
+        assert!(
+            index < num_blocks,
+            "{slot:?} has {num_blocks} blocks, none at {index}"
+        );
+        let source = self.block(slot, index);
+        assert!(
+            !self.tree.contains(source),
+            "{source:?} is shared and must not be written"
+        );
+        if self.pool.num_uses(source) == 1 || planted(Fault::CopyOnWriteSkipped) {
+            return Ok(None);
+        }
+        self.want_available(1)?;
+        let destination = self.take_block();
+        self.pool.release(source, None);
+        self.tables[slot.index() * self.max_blocks_per_seq + index] = destination.0 as i32;
+        Ok(Some((source, destination)))
     }
 
     /// End the sequence in `slot`: one use less of each of its blocks.
@@ -244,61 +239,104 @@ impl KvManager {
     /// blocks cached by one close are equally old. Blocks named by a step in flight must not be
     /// closed before that step has committed.
     pub fn close(&mut self, slot: RowSlot) {
-        unimplemented!("{slot:?}")
+        let state = self.open_slot(slot);
+        self.last_probe = None;
+        self.clock += 1;
+        let num_shared = state.num_shared as usize;
+        for index in (num_shared..state.num_blocks as usize).rev() {
+            let block = self.block(slot, index);
+            let keep = self.tree.contains(block).then_some(self.clock);
+            self.pool.release(block, keep);
+            self.insert_if_evictable(block);
+        }
+        for index in (0..num_shared).rev() {
+            self.pool.release(self.block(slot, index), Some(self.clock));
+        }
+        // The others have the next one as a child.
+        if let Some(tail) = self.tail(slot) {
+            self.insert_if_evictable(tail);
+        }
+        self.slots[slot.index()] = Slot::default();
     }
 
-    /// `step` has run: the blocks it wrote are certain. Steps commit in ascending order.
-    pub fn step_committed(&mut self, step: StepId) {
-        unimplemented!("{step:?}")
+    /// The slot, which the caller says is open.
+    fn open_slot(&self, slot: RowSlot) -> Slot {
+        let state = self.slots[slot.index()];
+        assert!(state.is_open, "{slot:?} is not open");
+        state
     }
 
-    /// `from` and every later step failed or will not run: take the blocks they were to write out
-    /// of the tree, and those below them.
-    ///
-    /// Cached ones become free. Held ones stay in their tables, no longer shared, and become free on
-    /// release; `num_shared` of their slots falls. Which sequences must compute again is the caller's
-    /// to find *before* this call: those planned in such a step, and those whose
-    /// [`pending_step`](Self::pending_step) is not before `from`.
-    pub fn step_failed(&mut self, from: StepId) {
-        unimplemented!("{from:?}")
+    fn block(&self, slot: RowSlot, index: usize) -> BlockId {
+        BlockId(self.tables[slot.index() * self.max_blocks_per_seq + index] as u32)
     }
 
-    /// The latest step, not committed yet, that a shared block of `slot` waits for. `None` if all
-    /// are certain.
-    pub fn pending_step(&self, slot: RowSlot) -> Option<StepId> {
-        unimplemented!("{slot:?}")
+    /// Put a block that is held on its behalf at the end of the table of `slot`.
+    fn append(&mut self, slot: RowSlot, block: BlockId) {
+        let state = &mut self.slots[slot.index()];
+        let index = state.num_blocks as usize;
+        assert!(state.is_open, "{slot:?} is not open");
+        assert!(
+            index < self.max_blocks_per_seq,
+            "the table of {slot:?} is full with {index} blocks"
+        );
+        self.tables[slot.index() * self.max_blocks_per_seq + index] = block.0 as i32;
+        state.num_blocks += 1;
     }
 
-    /// Forget every prefix: nothing shared before this call can be matched after it.
-    ///
-    /// Cached blocks become free. Held ones stay with their sequences and become free on release; the
-    /// chains of all open slots are broken. O(capacity).
-    pub fn reset(&mut self) {
-        unimplemented!()
+    fn want_available(&self, requested: usize) -> Result<(), OutOfBlocks> {
+        let (free, cached) = (self.pool.num_free(), self.pool.num_cached());
+        if requested > free + cached {
+            return Err(OutOfBlocks {
+                requested,
+                free,
+                cached,
+            });
+        }
+        Ok(())
     }
 
-    /// Leading blocks, at most `limit`, that the tables of `a` and `b` have in common.
-    ///
-    /// O(log blocks) over what both share through the tree.
-    pub fn num_shared_leading(&self, a: RowSlot, b: RowSlot, limit: usize) -> usize {
-        unimplemented!("{a:?} {b:?} {limit}")
+    /// A fresh block with one use, of those that are available.
+    fn take_block(&mut self) -> BlockId {
+        self.last_probe = None;
+        if self.pool.num_free() == 0 {
+            self.evict();
+        }
+        self.pool.take().expect("a block was available")
     }
 
-    /// Move the events since the last call into `into`, which is cleared first.
-    ///
-    /// Empty unless `enable_block_events`. A block is reported when the step that writes it is
-    /// planned; if that step fails, its removal is reported too.
-    pub fn take_events(&mut self, into: &mut Vec<BlockEvent>) {
-        unimplemented!("{into:?}")
+    /// Free the cached leaf that was unused for longest.
+    fn evict(&mut self) {
+        let leaf = self
+            .lru
+            .first()
+            .expect("a cached block has a leaf below it");
+        let parent = self.forget(leaf);
+        self.pool.evict(leaf);
+        self.num_evicted += 1;
+        match parent.and_then(|parent| Some((parent, self.evictable_since(parent)?))) {
+            Some((parent, last_use)) => self.lru.replace_first(parent, last_use),
+            None => self.lru.remove(leaf),
+        }
     }
 
-    /// Every block of the prefix tree, parents before children. O(capacity).
-    pub fn snapshot(&self) -> Vec<BlockInfo> {
-        unimplemented!()
+    /// Take a leaf out of the tree. Returns its parent.
+    fn forget(&mut self, leaf: BlockId) -> Option<BlockId> {
+        if let Some(events) = &mut self.events {
+            events.removed(leaf);
+        }
+        self.tree.remove(leaf)
     }
 
-    /// Panic if an invariant is broken. O(capacity + slots × blocks).
-    pub fn check(&self) {
-        unimplemented!()
+    /// When the last use of `block` ended, if it is a cached leaf.
+    fn evictable_since(&self, block: BlockId) -> Option<u64> {
+        self.pool
+            .last_use(block)
+            .filter(|_| self.tree.is_leaf(block))
+    }
+
+    fn insert_if_evictable(&mut self, block: BlockId) {
+        if let Some(last_use) = self.evictable_since(block) {
+            self.lru.insert(block, last_use);
+        }
     }
 }

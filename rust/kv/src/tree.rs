@@ -1,0 +1,363 @@
+//! Prefix tree over whole blocks: a node is a block, its path from the root a prefix.
+//!
+//! ```text
+//!   nodes[block]       chain hash, writing step, parent, number of children, spans
+//!   tokens[block, ..]  the block's tokens
+//!   namespaces[block]  who may share it
+//!   children           chain hash → block, for all links of the tree at once
+//! ```
+//!
+//! The node of block *b* is entry *b* of every array, so the tree is sized by the pool and a block is a
+//! node or is not. The hash finds a candidate; parent, tokens, spans and, for a first block, the
+//! namespace decide. The rest of a path has its namespace from its first block.
+//!
+//! # Invariants
+//!
+//! Checked by [`PrefixTree::check`].
+//!
+//! 1. The parent of a node is a node of the same namespace, written by the same step or before.
+//! 2. `num_children` counts the nodes with that parent.
+//! 3. No two nodes have the same key, and every node is found under its key.
+//! 4. A node's hash is the chain hash of its key.
+//!
+//! # Cost
+//!
+//! A match hashes a batch of blocks, looks all of them up, then compares: none of the three waits
+//! for memory more than once a batch. Inserting and removing are O(1).
+
+use std::num::NonZeroU32;
+
+use fastserve_base::fault::{Fault, planted};
+use fastserve_base::{BlockId, CoreConfig, Namespace, Span, StepId, Token};
+
+use crate::SeqKey;
+use crate::hash::ChainHasher;
+use crate::spans::{SpanArena, SpanList, overlapping};
+use crate::table::ChildTable;
+
+/// Blocks that a match hashes and looks up at once.
+const BATCH: usize = 16;
+
+/// What a node hangs from: the root, or a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Parent(NonZeroU32);
+
+impl Parent {
+    const ROOT: Self = Self(NonZeroU32::MAX);
+
+    fn new(block: Option<BlockId>) -> Self {
+        block.map_or(Self::ROOT, |block| {
+            Self(NonZeroU32::MIN.saturating_add(block.0))
+        })
+    }
+
+    fn block(self) -> Option<BlockId> {
+        (self != Self::ROOT).then(|| BlockId(self.0.get() - 1))
+    }
+}
+
+/// What the tree knows of a block. `parent` is `None` for a block that is not a node.
+#[derive(Debug, Clone, Copy, Default)]
+struct Node {
+    hash: u64,
+    step: StepId,
+    parent: Option<Parent>,
+    num_children: u32,
+    spans: SpanList,
+}
+
+/// Where a block would stand: the end of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Last block of the path, `None` at the root.
+    pub(crate) tail: Option<BlockId>,
+    /// Chain hash of the path.
+    hash: u64,
+}
+
+/// All that makes a block the same as another, and the hash that finds it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BlockKey<'a> {
+    pub(crate) parent: Option<BlockId>,
+    pub(crate) namespace: Namespace,
+    pub(crate) tokens: &'a [Token],
+    pub(crate) spans: &'a [Span],
+    pub(crate) hash: u64,
+}
+
+/// Whole-block prefixes. Nothing allocates after `new`, except for spans.
+#[derive(Clone)]
+pub(crate) struct PrefixTree {
+    block_size: usize,
+    hasher: ChainHasher,
+    nodes: Vec<Node>,
+    tokens: Vec<Token>,
+    namespaces: Vec<Namespace>,
+    children: ChildTable,
+    spans: SpanArena,
+}
+
+impl PrefixTree {
+    /// Empty, with room for every block of the pool.
+    pub(crate) fn new(config: &CoreConfig) -> Self {
+        let (num_blocks, block_size) = (config.num_blocks as usize, config.block_size as usize);
+        Self {
+            block_size,
+            hasher: ChainHasher::new(config.hash_seed, block_size),
+            nodes: vec![Node::default(); num_blocks],
+            tokens: vec![0; num_blocks * block_size],
+            namespaces: vec![Namespace(0); num_blocks],
+            children: ChildTable::new(config.num_blocks),
+            spans: SpanArena::new(num_blocks),
+        }
+    }
+
+    /// Whether `block` is a node.
+    #[inline]
+    pub(crate) fn contains(&self, block: BlockId) -> bool {
+        self.nodes[block.index()].parent.is_some()
+    }
+
+    /// Whether `block` is a node without children.
+    #[inline]
+    pub(crate) fn is_leaf(&self, block: BlockId) -> bool {
+        let node = &self.nodes[block.index()];
+        node.parent.is_some() && node.num_children == 0
+    }
+
+    /// The node before `block`, `None` for a first block (and for a block that is not a node).
+    pub(crate) fn parent(&self, block: BlockId) -> Option<BlockId> {
+        self.nodes[block.index()].parent?.block()
+    }
+
+    /// Step that writes `block`, or the latest one that writes its path.
+    pub(crate) fn step(&self, block: BlockId) -> StepId {
+        self.nodes[block.index()].step
+    }
+
+    pub(crate) fn namespace(&self, block: BlockId) -> Namespace {
+        self.namespaces[block.index()]
+    }
+
+    /// Where a sequence goes on whose path ends with `tail`.
+    #[inline]
+    pub(crate) fn place(&self, tail: Option<BlockId>, namespace: Namespace) -> Place {
+        let hash = tail.map_or_else(
+            || self.hasher.root(namespace),
+            |tail| self.nodes[tail.index()].hash,
+        );
+        Place { tail, hash }
+    }
+
+    /// Key of block `index` of a sequence, were it at `place`. `None` if `tokens` ends before it does.
+    #[inline]
+    pub(crate) fn key<'a>(
+        &self,
+        place: Place,
+        seq: SeqKey<'a>,
+        tokens: &'a [Token],
+        index: usize,
+    ) -> Option<BlockKey<'a>> {
+        let tokens = tokens.get(index * self.block_size..(index + 1) * self.block_size)?;
+        let spans = overlapping(seq.spans, index, tokens);
+        let hash = self.hash(place.hash, tokens, spans);
+        Some(BlockKey {
+            parent: place.tail,
+            namespace: seq.namespace,
+            tokens,
+            spans,
+            hash,
+        })
+    }
+
+    /// Append to `path` the blocks that follow `place` and hold the whole blocks of `tokens` from
+    /// block `index` on, as far as the tree has them. Returns where that ends.
+    pub(crate) fn match_path(
+        &self,
+        mut place: Place,
+        seq: SeqKey<'_>,
+        tokens: &[Token],
+        mut index: usize,
+        path: &mut Vec<BlockId>,
+    ) -> Place {
+        let mut hashes = [0; BATCH];
+        let mut candidates = [None; BATCH];
+        let rest = tokens.get(index * self.block_size..).unwrap_or_default();
+        for batch in rest.chunks(BATCH * self.block_size) {
+            let blocks = batch.chunks_exact(self.block_size);
+            let mut hash = place.hash;
+            for (i, tokens) in blocks.clone().enumerate() {
+                hash = self.hash(hash, tokens, overlapping(seq.spans, index + i, tokens));
+                hashes[i] = hash;
+            }
+            for (candidate, &hash) in candidates.iter_mut().zip(&hashes[..blocks.len()]) {
+                *candidate = self.children.find(hash).next();
+            }
+            for (i, tokens) in blocks.enumerate() {
+                let Some(candidate) = candidates[i] else {
+                    return place;
+                };
+                let spans = overlapping(seq.spans, index, tokens);
+                let (parent, namespace, hash) = (place.tail, seq.namespace, hashes[i]);
+                let key = BlockKey {
+                    parent,
+                    namespace,
+                    tokens,
+                    spans,
+                    hash,
+                };
+                let found = if self.holds(candidate, &key) {
+                    candidate
+                } else {
+                    let Some(other) = self.find(&key) else {
+                        return place;
+                    };
+                    other
+                };
+                path.push(found);
+                place = Place {
+                    tail: Some(found),
+                    hash,
+                };
+                index += 1;
+            }
+        }
+        place
+    }
+
+    /// The node with this key.
+    #[inline]
+    pub(crate) fn find(&self, key: &BlockKey<'_>) -> Option<BlockId> {
+        self.children
+            .find(key.hash)
+            .find(|&block| self.holds(block, key))
+    }
+
+    /// Make `block` a node, written by `step`. There is none with this key.
+    pub(crate) fn insert(&mut self, block: BlockId, key: &BlockKey<'_>, step: StepId) {
+        let step = key.parent.map_or(step, |parent| {
+            let parent = &mut self.nodes[parent.index()];
+            parent.num_children += 1;
+            step.max(parent.step)
+        });
+        let (hash, spans) = (key.hash, self.spans.store(key.spans));
+        let node = &mut self.nodes[block.index()];
+        assert!(node.parent.is_none(), "{block:?} is a node already");
+        *node = Node {
+            hash,
+            step,
+            parent: Some(Parent::new(key.parent)),
+            num_children: 0,
+            spans,
+        };
+        let first = block.index() * self.block_size;
+        self.tokens[first..first + self.block_size].copy_from_slice(key.tokens);
+        self.namespaces[block.index()] = key.namespace;
+        self.children.insert(hash, block);
+    }
+
+    /// Take out a leaf. Returns its parent, unless that is the root.
+    pub(crate) fn remove(&mut self, leaf: BlockId) -> Option<BlockId> {
+        let node = std::mem::take(&mut self.nodes[leaf.index()]);
+        let parent = node.parent.expect("a node to remove");
+        assert_eq!(node.num_children, 0, "{leaf:?} has children");
+        self.children.remove(node.hash, leaf);
+        self.spans.release(node.spans);
+        let parent = parent.block()?;
+        self.nodes[parent.index()].num_children -= 1;
+        Some(parent)
+    }
+
+    /// Take out every node. O(capacity).
+    pub(crate) fn clear(&mut self) {
+        self.nodes.fill(Node::default());
+        self.children.clear();
+        self.spans.clear();
+    }
+
+    /// Whether `block` has exactly this key.
+    #[inline]
+    fn holds(&self, block: BlockId, key: &BlockKey<'_>) -> bool {
+        let node = &self.nodes[block.index()];
+        node.parent == Some(Parent::new(key.parent))
+            && (key.parent.is_some()
+                || self.namespace(block) == key.namespace
+                || planted(Fault::NamespaceIgnored))
+            && (same_tokens(significant(self.tokens(block)), significant(key.tokens))
+                || planted(Fault::HashTakenForEquality))
+            && (self.spans.equals(node.spans, key.spans) || planted(Fault::SpanDigestIgnored))
+    }
+
+    #[inline]
+    fn hash(&self, parent: u64, tokens: &[Token], spans: &[Span]) -> u64 {
+        let spans = if planted(Fault::SpanDigestIgnored) {
+            &[]
+        } else {
+            spans
+        };
+        self.hasher.next(parent, significant(tokens), spans)
+    }
+
+    #[inline]
+    fn tokens(&self, block: BlockId) -> &[Token] {
+        &self.tokens[block.index() * self.block_size..][..self.block_size]
+    }
+
+    /// Panic if an invariant of the module header is broken. O(capacity).
+    pub(crate) fn check(&self) {
+        let all = (0..self.nodes.len() as u32).map(BlockId);
+        let mut num_children = vec![0; self.nodes.len()];
+        let (mut num_nodes, mut num_spans) = (0, 0);
+        for block in all.clone().filter(|&block| self.contains(block)) {
+            let node = &self.nodes[block.index()];
+            let spans: Vec<Span> = self.spans.iter(node.spans).copied().collect();
+            let parent = self.parent(block);
+            if let Some(parent) = parent {
+                assert!(self.contains(parent), "parent of {block:?} is a node");
+                assert_eq!(
+                    self.namespace(parent),
+                    self.namespace(block),
+                    "of {block:?}"
+                );
+                assert!(self.step(parent) <= self.step(block), "step of {block:?}");
+                num_children[parent.index()] += 1;
+            }
+            let (namespace, tokens) = (self.namespace(block), self.tokens(block));
+            let place = self.place(parent, namespace);
+            let hash = self.hash(place.hash, tokens, &spans);
+            assert_eq!(node.hash, hash, "chain hash of {block:?}");
+            let key = BlockKey {
+                parent,
+                namespace,
+                tokens,
+                spans: &spans,
+                hash,
+            };
+            assert_eq!(self.find(&key), Some(block), "node found under its key");
+            num_nodes += 1;
+            num_spans += spans.len();
+        }
+        for (node, num_children) in self.nodes.iter().zip(num_children) {
+            assert_eq!(node.num_children, num_children, "number of children");
+        }
+        assert_eq!(self.children.count(), num_nodes, "links");
+        assert_eq!(self.spans.num_live(), num_spans, "spans");
+    }
+}
+
+/// The tokens of a block that its key holds: all of them.
+#[inline]
+fn significant(tokens: &[Token]) -> &[Token] {
+    if planted(Fault::PartialBlockMatched) {
+        &tokens[..tokens.len().div_ceil(2)]
+    } else {
+        tokens
+    }
+}
+
+/// Equality in steps of a fixed size, which the compiler turns into a few wide comparisons.
+#[inline]
+fn same_tokens(a: &[Token], b: &[Token]) -> bool {
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
+    a.iter().zip(b).all(|(a, b)| a == b) && a_rest.iter().eq(b_rest)
+}
