@@ -83,7 +83,7 @@ def summarise(*, partial: bool) -> int:
     percent = 100 * (len(caught) + len(timeout)) / tested
     print(
         f"{tested} mutants: {len(caught)} caught, {len(timeout)} made the tests hang, "
-        f"{len(missed)} survived ({percent:.1f} % caught); {len(outcomes('unviable'))} did not build"
+        f"{len(missed)} survived ({percent:.1f} % caught)"
     )
     known = listed()
     unlisted = [line for line in missed if line not in known]

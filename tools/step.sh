@@ -34,14 +34,16 @@ if [ -t 1 ]; then
     child=
     printf '\r\033[K'
 else
-    printf '%s\n' "$what"
+    printf '%s ... ' "$what"
     "$@" >"$log" 2>&1
     code=$?
+    what=
 fi
 
+what=${what:+$what ... }
 if [ "$code" -ne 0 ]; then
+    printf '%sfailed after %s s (exit %s)\n' "$what" "$(elapsed)" "$code"
     cat "$log"
-    printf '%s: failed after %s s (exit %s)\n' "$what" "$(elapsed)" "$code" >&2
     exit "$code"
 fi
-printf '%s: done in %s s\n' "$what" "$(elapsed)"
+printf '%sdone in %s s\n' "$what" "$(elapsed)"
