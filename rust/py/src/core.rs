@@ -1,0 +1,315 @@
+//! `fastserve.core.Core`: the scheduler, for the one thread that steps it.
+//!
+//! A step is two calls, [`Core::plan`] and [`Core::commit`], each over flat int32 arrays that are
+//! borrowed for the call and never copied. Both keep the GIL: they take microseconds, and getting the
+//! GIL back from a thread that runs Python can take milliseconds.
+//!
+//! `Core` has one owner. A second thread that enters while the first is inside gets `RuntimeError` at
+//! once, where waiting would hide the mistake; so does a scheduling policy that calls back. Everybody
+//! else uses an `Inbox`.
+
+use std::sync::{Arc, Mutex, TryLockError};
+
+use fastserve_base::{RequestId, StepId, Ticket};
+use fastserve_engine::{Core as EngineCore, Results};
+use numpy::PyArray2;
+use numpy::ndarray::ArrayView2;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::config::{self, Settings};
+use crate::guard::Health;
+use crate::inbox::Inbox;
+use crate::outputs::{self, PlanSizes, Spares, StepOutputs};
+use crate::policy::PythonPolicy;
+use crate::{convert, errors};
+
+/// Block pool, prefix tree and scheduler, one step at a time.
+///
+/// Keywords are the fields of the core's configuration; `config` shows them in force and `warnings`
+/// says which limits were lowered. Raises `ConfigError` with every bad field at once.
+///
+/// One thread steps. The others use `inbox()`.
+#[pyclass(module = "fastserve._core", frozen)]
+pub(crate) struct Core {
+    engine: Mutex<EngineCore>,
+    health: Health,
+    policy: Option<PythonPolicy>,
+    spares: Arc<Spares>,
+    /// Rows and columns of `block_tables`, and its address as the core gave it at construction.
+    tables: (usize, usize, usize),
+}
+
+impl Core {
+    /// Enter the core, or say why not.
+    fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&mut EngineCore) -> T) -> PyResult<T> {
+        let mut core = match self.engine.try_lock() {
+            Ok(core) => core,
+            // A panic is caught while the lock is held and leaves no poison; `health` remembers it.
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                return Err(PyRuntimeError::new_err(
+                    "this Core is inside another call: one thread steps, the others use an Inbox, \
+                     and a scheduling policy does not call back",
+                ));
+            }
+        };
+        let result = self.health.guarded(py, || call(&mut core));
+        drop(core);
+        if let Some(policy) = &self.policy {
+            policy.report(py);
+        }
+        result
+    }
+
+    /// Enter the core with empty outputs and return them filled.
+    fn with_outputs(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut EngineCore) -> Result<(), fastserve_base::StepError>,
+    ) -> PyResult<StepOutputs> {
+        let mut filled = self.spares.take();
+        let result = self.with(py, |core| {
+            call(core)?;
+            core.take_outputs(&mut filled);
+            Ok(())
+        })?;
+        result.map_err(|error| errors::step_error(py, &error))?;
+        Ok(StepOutputs::new(filled, Arc::clone(&self.spares)))
+    }
+}
+
+#[pymethods]
+impl Core {
+    #[new]
+    #[pyo3(
+        signature = (**keywords),
+        text_signature = "(*, num_blocks, block_size=16, max_model_len=4096, max_num_seqs=128, \
+            max_num_batched_tokens=2048, max_chunk_tokens=None, long_prefill_threshold=None, \
+            max_long_prefill_percent=100, max_num_output_rows=1024, max_num_steps_in_flight=1, \
+            max_num_draft_tokens=0, enable_prefix_caching=True, scheduling_policy='fcfs', \
+            max_wait_s=30.0, watermark_blocks=0, vocab_size=2147483647, \
+            max_num_queued_requests=4096, max_num_queued_tokens=67108864, \
+            max_num_sequences_per_request=128, max_sampling_words=4096, max_num_step_failures=3, \
+            hash_seed=11400714819323198485, num_step_records=4096, num_timeline_events=65536, \
+            enable_block_events=False, groups=None)"
+    )]
+    fn new(py: Python<'_>, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let Settings { config, policy } = match keywords {
+            Some(keywords) => config::from_keywords(keywords)?,
+            None => config::from_keywords(&PyDict::new(py))?,
+        };
+        let policy = policy.map(PythonPolicy::new);
+        let health = Health::default();
+        let made = health.guarded(py, || match &policy {
+            Some(policy) => EngineCore::with_policy(config, Box::new(policy.clone())),
+            None => EngineCore::new(config),
+        })?;
+        let core = made.map_err(|error| errors::config_error(py, error))?;
+        let rows = core.config().max_num_seqs as usize;
+        let columns = core.config().max_blocks_per_seq() as usize;
+        assert_eq!(
+            core.block_tables().len(),
+            rows * columns,
+            "block tables have their shape"
+        );
+        Ok(Self {
+            spares: Arc::new(Spares::new(rows)),
+            tables: (rows, columns, core.block_tables().as_ptr().addr()),
+            engine: Mutex::new(core),
+            health,
+            policy,
+        })
+    }
+
+    /// Sections of an arena by name: (offset, capacity), in words.
+    #[getter]
+    fn layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let layout = self.with(py, |core| core.layout().clone())?;
+        let sections = PyDict::new(py);
+        for (name, section) in layout.sections() {
+            sections.set_item(name, (section.offset, section.capacity))?;
+        }
+        Ok(sections)
+    }
+
+    /// Words that an arena needs.
+    #[getter]
+    fn plan_words(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with(py, |core| core.layout().words)
+    }
+
+    /// The configuration in force, by keyword.
+    #[getter]
+    fn config<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let config = self.with(py, |core| core.config().clone())?;
+        let policy = self.policy.as_ref().and_then(|policy| policy.callable(py));
+        config::to_dict(py, &config, policy.as_ref())
+    }
+
+    /// One sentence for each limit that was lowered at construction.
+    #[getter]
+    fn warnings(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        self.with(py, |core| core.warnings().to_vec())
+    }
+
+    /// Block tables, int32 `[max_num_seqs, max_blocks]`: a read-only view of the core's own memory.
+    ///
+    /// The address never changes. `plan`, `commit` and `fail` write it; read it between them.
+    #[getter]
+    fn block_tables<'py>(this: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let (rows, columns, address) = this.get().tables;
+        this.get().with(this.py(), |core| {
+            let tables = core.block_tables();
+            assert_eq!(
+                tables.as_ptr().addr(),
+                address,
+                "block tables have not moved"
+            );
+            let tables =
+                ArrayView2::from_shape((rows, columns), tables).expect("shape was checked");
+            // SAFETY: the core keeps the tables at one address as long as it lives (checked above),
+            // and `this` keeps the core.
+            unsafe { outputs::view(this.as_any(), &tables) }
+        })
+    }
+
+    /// Where the core stands: `running`, `paused`, `draining` or `closed`.
+    #[getter]
+    fn state(&self, py: Python<'_>) -> PyResult<&'static str> {
+        self.with(py, |core| core.state().name())
+    }
+
+    /// The message of the bug that stopped this core, if one did. Never raises.
+    #[getter]
+    fn bug(&self) -> Option<&str> {
+        self.health.bug()
+    }
+
+    /// A handle for the other threads.
+    fn inbox(&self, py: Python<'_>) -> PyResult<Inbox> {
+        self.with(py, |core| {
+            Inbox::new(core.inbox(), self.health.clone(), core.config())
+        })
+    }
+
+    /// Write the next step's plan into `arena` and return its sizes.
+    ///
+    /// `arena` is a C-contiguous int32 array of `plan_words` words, borrowed for this call; there is
+    /// one more of them than steps may be in flight. `now` is in nanoseconds on any monotonic clock
+    /// of the caller's. Raises `StepError` if too many steps are in flight, the arena is too short or
+    /// the core is closed.
+    fn plan(&self, py: Python<'_>, now: u64, arena: &Bound<'_, PyAny>) -> PyResult<PlanSizes> {
+        let mut arena = convert::words_mut("arena", arena)?;
+        let words = arena.as_slice_mut()?;
+        let sizes = self.with(py, |core| core.plan(now, words))?;
+        sizes
+            .map(PlanSizes::from)
+            .map_err(|error| errors::step_error(py, &error))
+    }
+
+    /// Give the results of the oldest step in flight and take what it has to say.
+    ///
+    /// One place per output row in each array. `counts`: 1 for a sampled token, 0 for a score, below
+    /// 0 for an error that ends that sequence alone. `tokens`: the sampled tokens.
+    fn commit(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        now: u64,
+        counts: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<StepOutputs> {
+        let counts = convert::words("counts", counts)?;
+        let tokens = convert::words("tokens", tokens)?;
+        let results = Results {
+            counts: counts.as_slice()?,
+            tokens: tokens.as_slice()?,
+        };
+        self.with_outputs(py, |core| core.commit(StepId(step), now, results))
+    }
+
+    /// The oldest step in flight failed: drop every step in flight and compute their sequences again.
+    ///
+    /// A sequence under which `max_num_step_failures` steps in a row failed ends with `error`.
+    fn fail(&self, py: Python<'_>, step: u64, now: u64) -> PyResult<StepOutputs> {
+        self.with_outputs(py, |core| core.fail(StepId(step), now))
+    }
+
+    /// What there is to say between steps: aborts, refusals.
+    fn take_outputs(&self, py: Python<'_>) -> PyResult<StepOutputs> {
+        self.with_outputs(py, |_| Ok(()))
+    }
+
+    /// A copy that outlived its step has ended, well or not.
+    fn complete(&self, py: Python<'_>, ticket: u64, ok: bool) -> PyResult<()> {
+        self.with(py, |core| core.complete(Ticket(ticket), ok))
+    }
+
+    /// Plan nothing until `resume`; keys and values are kept, requests queue.
+    fn pause(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, EngineCore::pause)
+    }
+
+    /// Plan again after `pause`.
+    fn resume(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, EngineCore::resume)
+    }
+
+    /// Take no new request; what was accepted goes on to its end.
+    fn drain(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, EngineCore::drain)
+    }
+
+    /// End everything with `abort`. The outputs are in `take_outputs`.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, EngineCore::close)
+    }
+
+    /// Nothing cached so far is matched any more, with requests running too.
+    fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, EngineCore::reset_prefix_cache)
+    }
+
+    /// Whether anything waits, in the inbox too, runs or is in flight.
+    fn has_work(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |core| core.has_work())
+    }
+
+    /// Counters since construction and gauges of now, by name.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.with(py, |core| core.stats())?;
+        outputs::stats_dict(py, &stats)
+    }
+
+    /// Prove every invariant, in time that grows with the pool. Raises `CoreBug` if one is broken.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |core| core.check())
+    }
+
+    /// State changes of a request, oldest first, as far as they are kept.
+    fn timeline<'py>(&self, py: Python<'py>, request_id: u64) -> PyResult<Bound<'py, PyList>> {
+        let events = self.with(py, |core| core.timeline(RequestId(request_id)))?;
+        outputs::list(py, &events, outputs::event_dict)
+    }
+
+    /// Every block of the prefix tree, parents first.
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let blocks = self.with(py, |core| core.snapshot())?;
+        outputs::list(py, &blocks, outputs::block_dict)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.policy
+            .as_ref()
+            .map_or(Ok(()), |policy| policy.traverse(&visit))
+    }
+
+    fn __clear__(&self) {
+        if let Some(policy) = &self.policy {
+            policy.clear();
+        }
+    }
+}
