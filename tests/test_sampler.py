@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastserve.arena import Header, OutputKind, PlanView
-from fastserve.draw import draw_tokens, kept_weights
+from fastserve.draw import Candidates, candidates, draw_token
 from fastserve.philox import draw_bits
 from fastserve.sampler import Sampler, SampleResult
 from fastserve.sampling_params import SamplingParams
@@ -195,10 +195,10 @@ def test_adjusted_logits_are_the_reference(name: str, seed: int) -> None:
     sampler = Sampler(1, VOCAB_SIZE)
     plan = Step().assign(0, params, prompt, output).view()
     sampler.apply_events(plan)
-    adjusted = logits[None].clone()
+    adjusted = logits[None].numpy().copy()
     slots = np.zeros(1, dtype=np.int32)
     sampler._adjust(adjusted, slots, np.array([len(prompt) + len(output)], dtype=np.int32))
-    np.testing.assert_allclose(adjusted[0].numpy(), wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(adjusted[0], wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_penalties_follow_the_tokens_sampled_since() -> None:
@@ -254,40 +254,36 @@ def reference_kept(z: np.ndarray, top_k: int, top_p: float, min_p: float) -> set
 @pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
 def test_kept_tokens_are_the_reference(top_k: int, top_p: float, min_p: float) -> None:
     logits = random_logits(8, seed=11)
-    temperature = np.linspace(0.3, 2.0, 8).astype(np.float32)
-    weights = kept_weights(
-        logits,
-        temperature,
-        np.full(8, top_k, np.int32),
-        np.full(8, top_p, np.float32),
-        np.full(8, min_p, np.float32),
-    )
-    for row in range(8):
-        z = (logits[row] / float(temperature[row])).double().numpy()
-        wanted = reference_kept(z, top_k, float(np.float32(top_p)), float(np.float32(min_p)))
-        assert set(torch.nonzero(weights[row])[:, 0].tolist()) == wanted, f"row {row}"
+    for row, temperature in enumerate(np.linspace(0.3, 2.0, 8)):
+        z = (logits[row] / float(np.float32(temperature))).double().numpy()
+        wanted = reference_kept(z, top_k, top_p, min_p)
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        assert kept_tokens(logits[row], **settings) == sorted(wanted), f"row {row}"
 
 
-def test_top_p_beyond_the_likely_ones_sorts_the_vocabulary() -> None:
-    logits = random_logits(1, vocab_size=5000, seed=2) * 0.05  # Nearly flat.
-    weights = kept_weights(logits, *_one_row(top_p=0.7))
-    wanted = reference_kept(logits[0].double().numpy(), 0, float(np.float32(0.7)), 0.0)
-    assert len(wanted) > 3000
-    assert set(torch.nonzero(weights[0])[:, 0].tolist()) == wanted
+def kept(logits: torch.Tensor, **settings: float) -> Candidates:
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return candidates(logits.numpy(), **(defaults | settings))
+
+
+def kept_tokens(logits: torch.Tensor, **settings: float) -> list[int]:
+    found = kept(logits, **settings)
+    places = np.flatnonzero(found.weights)
+    return (places if found.token_ids is None else found.token_ids[places]).tolist()
+
+
+@pytest.mark.parametrize(("top_p", "at_least"), [(0.05, 100), (0.3, 1000), (0.9, 4096)])
+def test_top_p_looks_further_where_it_must(top_p: float, at_least: int) -> None:
+    logits = random_logits(1, vocab_size=6000, seed=2)[0] * 0.05  # Nearly flat.
+    wanted = reference_kept(logits.double().numpy(), 0, top_p, 0.0)
+    assert len(wanted) > at_least
+    assert kept_tokens(logits, top_p=top_p) == sorted(wanted)
 
 
 def test_equal_tokens_at_the_edge() -> None:
-    logits = torch.zeros(1, 10)
-    by_p = kept_weights(logits, *_one_row(top_p=0.35))
-    assert torch.nonzero(by_p[0])[:, 0].tolist() == [0, 1, 2, 3]  # By id.
-    by_k = kept_weights(logits, *_one_row(top_k=3))
-    assert int((by_k > 0).sum()) == 10  # Equals of the k-th stay, as in vLLM.
-
-
-def _one_row(*, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndarray, ...]:
-    floats = (np.array([x], dtype=np.float32) for x in (temperature, top_p, min_p))
-    first, second, third = floats
-    return first, np.array([top_k], dtype=np.int32), second, third
+    logits = torch.zeros(10)
+    assert kept_tokens(logits, top_p=0.35) == [0, 1, 2, 3]  # By id.
+    assert len(kept_tokens(logits, top_k=3)) == 10  # Equals of the k-th stay, as in vLLM.
 
 
 # The draw
@@ -296,52 +292,29 @@ def _one_row(*, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndar
 def test_a_draw_is_the_inverse_of_the_running_sum() -> None:
     """Exact integers: the reference is Python's own arithmetic."""
     logits = random_logits(32, seed=5)
-    settings = {
-        "temperature": np.full(32, 0.8, np.float32),
-        "top_k": np.full(32, 20, np.int32),
-        "top_p": np.full(32, 0.95, np.float32),
-        "min_p": np.zeros(32, np.float32),
-    }
-    bits = draw_bits(np.arange(32), 0, 9)
-    tokens = draw_tokens(logits, bits=bits, **settings)
-    weights = kept_weights(
-        logits, *(settings[n] for n in ("temperature", "top_k", "top_p", "min_p"))
-    )
-    for row in range(32):
-        target = int(bits[row]) * sum(weights[row].tolist()) >> 64
-        running = 0
-        for weight in weights[row, : tokens[row]].tolist():
-            running += weight
-        assert running <= target < running + int(weights[row, tokens[row]])
+    for row, bits in enumerate(draw_bits(np.arange(32), 0, 9).tolist()):
+        found = kept(logits[row], temperature=0.8, top_k=20, top_p=0.95)
+        weights = dict(zip(found.token_ids.tolist(), found.weights.tolist(), strict=True))
+        token = draw_token(found, bits)
+        before = sum(weights[other] for other in weights if other < token)
+        target = bits * sum(weights.values()) >> 64
+        assert before <= target < before + weights[token]
 
 
 def test_extreme_bits_stay_among_the_kept_tokens() -> None:
-    logits = random_logits(2, seed=1)
-    bits = np.array([0, 2**64 - 1], dtype=np.uint64)
-    rows = (np.repeat(values, 2) for values in _one_row(top_k=5))
-    temperature, top_k, top_p, min_p = rows
-    tokens = draw_tokens(
-        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, bits=bits
-    )
-    best = [sorted(torch.topk(row, 5).indices.tolist()) for row in logits]
-    assert tokens.tolist() == [best[0][0], best[1][-1]]
+    logits = random_logits(1, seed=1)[0]
+    best = sorted(logits.topk(5).indices.tolist())
+    found = kept(logits, top_k=5)
+    assert (draw_token(found, 0), draw_token(found, 2**64 - 1)) == (best[0], best[-1])
+    assert draw_token(kept(torch.zeros(1000)), 2**64 - 1) == 999
 
 
 def test_frequencies_are_the_softmax() -> None:
-    logits = random_logits(1, vocab_size=12, seed=9) * 0.4
+    logits = random_logits(1, vocab_size=12, seed=9)[0] * 0.4
     num = 40_000
-    bits = draw_bits(123, 0, np.arange(num))
-    settings = [np.repeat(values, num) for values in _one_row(temperature=0.7)]
-    temperature, top_k, top_p, min_p = settings
-    tokens = draw_tokens(
-        logits.expand(num, -1),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        bits=bits,
-    )
-    expected = torch.softmax(logits[0].double() / 0.7, 0).numpy() * num
+    found = kept(logits, temperature=0.7)
+    tokens = [draw_token(found, bits) for bits in draw_bits(123, 0, np.arange(num)).tolist()]
+    expected = torch.softmax(logits.double() / 0.7, 0).numpy() * num
     counts = np.bincount(tokens, minlength=12)
     assert ((counts - expected) ** 2 / expected).sum() < 31.3  # chi-squared, 11, p < 0.001
 

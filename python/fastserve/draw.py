@@ -3,7 +3,7 @@
 The order is vLLM's: temperature, min-p, top-k, top-p, then one draw. What makes the draw repeatable
 is that probabilities are *integers*. With ``z`` the float32 quotient of logit and temperature::
 
-    weight[i] = round(2**40 * exp(z[i] - max(z)))      exp in float64
+    weight[i] = round(2**40 * exp(z[i] - max(z)))      exp in float64, halves to even
 
 so the best token weighs exactly 2**40 and sums have no rounding, whatever order they are taken in
 (a vocabulary of 2**20 tokens stays below 2**60). Tokens below 2**-41 of the best are never drawn.
@@ -17,103 +17,87 @@ so the best token weighs exactly 2**40 and sums have no rounding, whatever order
 
 Only ``exp`` may differ between two machines, by a unit in its last place, which moves a weight by
 one part in 2**40 about once in 2**12 times.
+
+Rows are taken one after the other: a row of a large vocabulary fills a core's cache, and where
+top-k is on the rest of a row's arrays are as short as what it left.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-__all__ = ["draw_tokens", "kept_weights"]
+__all__ = ["Candidates", "candidates", "draw_token"]
 
 Floats = NDArray[np.float32]
+Weights = NDArray[np.int64]
 
 ONE: Final = 2**40
 """Weight of the best token."""
 
-_ROWS_AT_ONCE: Final = 16
-_NUM_LIKELY: Final = 256
-"""Top-p looks among this many best tokens first and sorts the vocabulary only if it must."""
+_NUM_LIKELY: Final = (256, 4096)
+"""Top-p looks among so many best tokens first and sorts the vocabulary only if it must."""
 
 
-def draw_tokens(
-    logits: Tensor,
-    *,
-    temperature: Floats,
-    top_k: NDArray[np.int32],
-    top_p: Floats,
-    min_p: Floats,
-    bits: NDArray[np.uint64],
-) -> NDArray[np.int32]:
-    """One token per row of `logits` (float32 ``[rows, vocabulary]``, unchanged)."""
-    tokens = np.empty(len(logits), dtype=np.int32)
-    for first in range(0, len(logits), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        weights = kept_weights(
-            logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows]
-        )
-        running = weights.cumsum(dim=1)
-        totals = running[:, -1].numpy().astype(np.uint64)
-        targets = _multiply_high(bits[rows], totals).astype(np.int64)
-        drawn = torch.searchsorted(running, torch.from_numpy(targets)[:, None], right=True)
-        tokens[rows] = drawn[:, 0].numpy()
-    return tokens
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What may be drawn in one row.
+
+    Attributes:
+        token_ids: In ascending order; ``None`` stands for the whole vocabulary.
+        weights: Theirs; zero for a token that is not kept.
+    """
+
+    token_ids: NDArray[np.int64] | None
+    weights: Weights
 
 
-def kept_weights(
-    logits: Tensor, temperature: Floats, top_k: NDArray[np.int32], top_p: Floats, min_p: Floats
-) -> Tensor:
-    """Integer weights ``[rows, vocabulary]``, zero for every token that may not be drawn."""
-    scaled = logits / torch.from_numpy(temperature)[:, None]
-    best = scaled.amax(dim=1, keepdim=True)
-    weights = ((scaled.double() - best.double()).exp_() * ONE).round_().to(torch.int64)
-    if min_p.any():
-        floor = torch.from_numpy(min_p.astype(np.float64) * ONE)[:, None]
-        weights.masked_fill_(weights < floor, 0)
-    if top_k.any():
-        _keep_top_k(weights, scaled, top_k)
-    for row in np.flatnonzero(top_p < 1.0).tolist():
-        _keep_top_p(weights[row], float(top_p[row]))
-    return weights
+def draw_token(kept: Candidates, bits: int) -> int:
+    """The token that 64 random bits pick."""
+    running = kept.weights.cumsum()
+    target = bits * int(running[-1]) >> 64
+    place = int(running.searchsorted(target, side="right"))
+    return place if kept.token_ids is None else int(kept.token_ids[place])
 
 
-def _keep_top_k(weights: Tensor, scaled: Tensor, top_k: NDArray[np.int32]) -> None:
-    vocab_size = scaled.shape[1]
-    limits = np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size)
-    rows = np.flatnonzero(limits < vocab_size)
-    if not len(rows):
-        return
-    chosen = torch.from_numpy(rows)
-    best = scaled[chosen].topk(int(limits[rows].max()), dim=1).values
-    last = best.gather(1, torch.from_numpy(limits[rows].astype(np.int64) - 1)[:, None])
-    weights[chosen] = weights[chosen].masked_fill_(scaled[chosen] < last, 0)
+def candidates(
+    logits: Floats, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Candidates:
+    """Weigh the tokens of one row of logits."""
+    scaled = logits / np.float32(temperature)
+    best = np.float64(scaled.max())
+    token_ids = None
+    if 0 < top_k < len(scaled):
+        last = torch.from_numpy(scaled).topk(top_k).values[-1]
+        token_ids = np.flatnonzero(scaled >= last.item())
+        scaled = scaled[token_ids]
+    shares = scaled.astype(np.float64)
+    shares -= best
+    np.exp(shares, out=shares)
+    shares *= ONE
+    weights = np.rint(shares, out=shares).astype(np.int64)
+    if min_p > 0.0:
+        weights[weights < min_p * ONE] = 0
+    if top_p < 1.0:
+        _keep_top_p(weights, top_p)
+    return Candidates(token_ids, weights)
 
 
-def _keep_top_p(weights: Tensor, top_p: float) -> None:
-    """Zero what lies beyond the share `top_p` of one row."""
+def _keep_top_p(weights: Weights, top_p: float) -> None:
+    """Zero what lies beyond the share `top_p`."""
     target = max(int(top_p * float(weights.sum())), 1)
-    for num_best in (min(_NUM_LIKELY, len(weights)), len(weights)):
-        best = weights.topk(num_best).values
-        running = best.cumsum(dim=0)
-        if int(running[-1]) >= target:
+    for num_best in (*_NUM_LIKELY, len(weights)):
+        best = torch.from_numpy(weights).topk(min(num_best, len(weights))).values.numpy()
+        running = best.cumsum()
+        if running[-1] >= target:
             break
-    num_kept = int(torch.searchsorted(running, target)) + 1
+    num_kept = int(running.searchsorted(target)) + 1
     last = best[num_kept - 1]
     num_equal_kept = int((best[:num_kept] == last).sum())
-    equal = torch.nonzero(weights == last)[:, 0]  # In order of ids.
-    weights.masked_fill_(weights < last, 0)
+    equal = np.flatnonzero(weights == last)  # In order of ids.
+    weights[weights < last] = 0
     weights[equal[num_equal_kept:]] = 0
-
-
-def _multiply_high(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The upper 64 bits of the 128-bit products."""
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    a_high, a_low, b_high, b_low = a >> shift, a & low, b >> shift, b & low
-    middle = a_high * b_low + (a_low * b_low >> shift)
-    other = a_low * b_high + (middle & low)
-    product: NDArray[np.uint64] = a_high * b_high + (middle >> shift) + (other >> shift)
-    return product
