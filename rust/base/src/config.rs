@@ -107,7 +107,10 @@ impl Default for CoreConfig {
             num_step_records: 4096,
             num_timeline_events: 65_536,
             enable_block_events: false,
-            groups: vec![LayerGroup { layers: 1, window: None }],
+            groups: vec![LayerGroup {
+                layers: 1,
+                window: None,
+            }],
         }
     }
 }
@@ -158,9 +161,19 @@ impl CoreConfig {
             &self.num_blocks,
             "num_blocks * block_size below 2^31, so that a slot fits the plan's int32",
         );
-        want(self.max_num_seqs <= 1 << 20, "max_num_seqs", &self.max_num_seqs, "at most 2^20");
+        want(
+            self.max_num_seqs <= 1 << 20,
+            "max_num_seqs",
+            &self.max_num_seqs,
+            "at most 2^20",
+        );
         if let Some(chunk) = self.max_chunk_tokens {
-            want(chunk >= 1, "max_chunk_tokens", &chunk, "at least 1, or none");
+            want(
+                chunk >= 1,
+                "max_chunk_tokens",
+                &chunk,
+                "at least 1, or none",
+            );
         }
         want(
             (1..=100).contains(&self.max_long_prefill_percent),
@@ -168,7 +181,12 @@ impl CoreConfig {
             &self.max_long_prefill_percent,
             "1 to 100",
         );
-        want(self.max_num_output_rows >= 1, "max_num_output_rows", &self.max_num_output_rows, "at least 1");
+        want(
+            self.max_num_output_rows >= 1,
+            "max_num_output_rows",
+            &self.max_num_output_rows,
+            "at least 1",
+        );
         want(
             (1..=8).contains(&self.max_num_steps_in_flight),
             "max_num_steps_in_flight",
@@ -206,7 +224,12 @@ impl CoreConfig {
             "exactly one layer group (windowed groups are not built yet)",
         );
         for group in &self.groups {
-            want(group.layers >= 1, "groups.layers", &group.layers, "at least 1");
+            want(
+                group.layers >= 1,
+                "groups.layers",
+                &group.layers,
+                "at least 1",
+            );
             if let Some(window) = group.window {
                 want(window >= 1, "groups.window", &window, "at least 1, or none");
             }

@@ -51,7 +51,9 @@ pub enum RequestError {
     },
 
     /// Spans out of order, overlapping, or outside the prompt.
-    #[error("span {index} ({start}..{end}) must be inside the prompt of {prompt} tokens and after the span before it")]
+    #[error(
+        "span {index} ({start}..{end}) must be inside the prompt of {prompt} tokens and after the span before it"
+    )]
     BadSpan {
         /// Which.
         index: usize,

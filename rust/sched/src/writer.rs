@@ -1,0 +1,235 @@
+//! Writes a plan into an arena, section by section.
+//!
+//! The arena is split into its sections once a step; after that a word costs a bounds check and a
+//! store. Counts go into the header when the plan is finished.
+
+use fastserve_base::{OutputKind, SeqId, StepId, Token};
+
+use crate::plan::{Header, PLAN_VERSION, PlanLayout, SLOT_EVENT_WORDS, TABLE_EDIT_WORDS};
+
+/// A section that fills from its start.
+#[derive(Debug)]
+struct Fill<'a> {
+    words: &'a mut [i32],
+    used: usize,
+}
+
+impl Fill<'_> {
+    #[inline]
+    fn push(&mut self, word: i32) {
+        self.words[self.used] = word;
+        self.used += 1;
+    }
+
+    #[inline]
+    fn extend(&mut self, words: &[i32]) {
+        self.words[self.used..self.used + words.len()].copy_from_slice(words);
+        self.used += words.len();
+    }
+
+    fn left(&self) -> usize {
+        self.words.len() - self.used
+    }
+}
+
+macro_rules! writer {
+    ($($name:ident),* $(,)?) => {
+        /// A plan being written.
+        #[derive(Debug)]
+        pub struct PlanWriter<'a> {
+            header: &'a mut [i32],
+            $($name: Fill<'a>,)*
+        }
+
+        impl<'a> PlanWriter<'a> {
+            /// Begin a plan. `arena` holds at least `layout.words` words.
+            pub fn new(layout: &PlanLayout, arena: &'a mut [i32]) -> Self {
+                let mut rest = arena;
+                let mut next = 0;
+                let (header, tail) = rest.split_at_mut(layout.header.capacity);
+                next += layout.header.capacity;
+                rest = tail;
+                $(
+                    let (_, tail) = rest.split_at_mut(layout.$name.offset - next);
+                    let (words, tail) = tail.split_at_mut(layout.$name.capacity);
+                    next = layout.$name.offset + layout.$name.capacity;
+                    rest = tail;
+                    let $name = Fill { words, used: 0 };
+                )*
+                let _ = (rest, next);
+                Self { header, $($name),* }
+            }
+        }
+    };
+}
+
+writer!(
+    row_slots,
+    query_indptr,
+    seq_lens,
+    num_shared_blocks,
+    token_ids,
+    positions,
+    slot_mapping,
+    out_rows,
+    out_slots,
+    out_kinds,
+    table_edits,
+    slot_events,
+    event_words,
+    copies_out,
+    copies_in,
+    copies,
+);
+
+/// What a slot's new sequence brings, once.
+#[derive(Debug, Clone, Copy)]
+pub struct Assignment<'a> {
+    /// The slot.
+    pub slot: u32,
+    /// The sequence.
+    pub seq: SeqId,
+    /// Tokens of the prompt.
+    pub num_prompt_tokens: u32,
+    /// Adapter, 0 for none.
+    pub adapter: u32,
+    /// Sampling record.
+    pub sampling: &'a [i32],
+    /// Tokens so far.
+    pub tokens: &'a [Token],
+}
+
+impl PlanWriter<'_> {
+    /// Begin a row: its tokens follow.
+    #[inline]
+    pub fn row(&mut self, slot: u32, seq_len: u32, num_shared_blocks: u32) {
+        self.row_slots.push(slot as i32);
+        self.query_indptr.push(self.token_ids.used as i32);
+        self.seq_lens.push(seq_len as i32);
+        self.num_shared_blocks.push(num_shared_blocks as i32);
+    }
+
+    /// One token of the row begun last.
+    #[inline]
+    pub fn token(&mut self, word: i32, position: u32, place: i32) {
+        self.token_ids.push(word);
+        self.positions.push(position as i32);
+        self.slot_mapping.push(place);
+    }
+
+    /// An output of the token written last, or of one `back` places before it.
+    #[inline]
+    pub fn output(&mut self, back: u32, slot: u32, kind: OutputKind) {
+        self.out_rows
+            .push((self.token_ids.used - 1) as i32 - back as i32);
+        self.out_slots.push(slot as i32);
+        self.out_kinds.push(kind as i32);
+    }
+
+    /// A change of a block table.
+    #[inline]
+    pub fn table_edit(&mut self, slot: u32, index: u32, block: i32) {
+        self.table_edits.extend(&[slot as i32, index as i32, block]);
+    }
+
+    /// A copy of one block onto another.
+    pub fn copy(&mut self, source: u32, destination: u32) {
+        self.copies.extend(&[source as i32, destination as i32]);
+    }
+
+    /// A slot has no sequence any more.
+    pub fn released(&mut self, slot: u32) {
+        let mut event = [0; SLOT_EVENT_WORDS];
+        event[0] = 2;
+        event[1] = slot as i32;
+        self.slot_events.extend(&event);
+    }
+
+    /// A slot has a new sequence.
+    pub fn assigned(&mut self, assignment: &Assignment<'_>) {
+        let Assignment {
+            slot,
+            seq,
+            num_prompt_tokens,
+            adapter,
+            sampling,
+            tokens,
+        } = *assignment;
+        let mut event = [0; SLOT_EVENT_WORDS];
+        event[0] = 1;
+        event[1] = slot as i32;
+        event[2] = seq.request.0 as u32 as i32;
+        event[3] = (seq.request.0 >> 32) as u32 as i32;
+        event[4] = seq.index as i32;
+        event[5] = num_prompt_tokens as i32;
+        event[6] = tokens.len() as i32;
+        event[7] = self.event_words.used as i32;
+        event[8] = sampling.len() as i32;
+        event[9] = adapter as i32;
+        self.slot_events.extend(&event);
+        self.event_words.extend(sampling);
+        let Fill { words, used } = &mut self.event_words;
+        for (word, &token) in words[*used..*used + tokens.len()].iter_mut().zip(tokens) {
+            *word = token as i32;
+        }
+        *used += tokens.len();
+    }
+
+    /// Words that assignments may still bring.
+    pub fn event_words_left(&self) -> usize {
+        self.event_words.left()
+    }
+
+    /// Assignments that still fit.
+    pub fn slot_events_left(&self) -> usize {
+        self.slot_events.left() / SLOT_EVENT_WORDS
+    }
+
+    /// Table edits that still fit.
+    pub fn table_edits_left(&self) -> usize {
+        self.table_edits.left() / TABLE_EDIT_WORDS
+    }
+
+    /// Rows so far.
+    pub fn num_rows(&self) -> u32 {
+        self.row_slots.used as u32
+    }
+
+    /// Tokens so far.
+    pub fn num_tokens(&self) -> u32 {
+        self.token_ids.used as u32
+    }
+
+    /// Outputs so far.
+    pub fn num_outputs(&self) -> u32 {
+        self.out_rows.used as u32
+    }
+
+    /// Write the header. The plan is whole.
+    pub fn finish(mut self, step: StepId) {
+        self.query_indptr.push(self.token_ids.used as i32);
+        self.header.fill(0);
+        for (field, value) in [
+            (Header::Version, PLAN_VERSION),
+            (Header::StepLow, step.0 as u32 as i32),
+            (Header::StepHigh, (step.0 >> 32) as u32 as i32),
+            (Header::NumRows, self.row_slots.used as i32),
+            (Header::NumTokens, self.token_ids.used as i32),
+            (Header::NumOutputs, self.out_rows.used as i32),
+            (
+                Header::NumTableEdits,
+                (self.table_edits.used / TABLE_EDIT_WORDS) as i32,
+            ),
+            (
+                Header::NumSlotEvents,
+                (self.slot_events.used / SLOT_EVENT_WORDS) as i32,
+            ),
+            (Header::NumEventWords, self.event_words.used as i32),
+            (Header::NumCopiesOut, (self.copies_out.used / 4) as i32),
+            (Header::NumCopiesIn, (self.copies_in.used / 4) as i32),
+            (Header::NumCopies, (self.copies.used / 2) as i32),
+        ] {
+            self.header[field as usize] = value;
+        }
+    }
+}
