@@ -243,8 +243,8 @@ impl Core {
         self.with_outputs(py, |_| Ok(()))
     }
 
-    /// A copy that outlived its step has ended, well or not.
-    fn complete(&self, py: Python<'_>, ticket: u64, ok: bool) -> PyResult<()> {
+    /// A copy that outlived its step has ended, well or not. False: nothing waited for it.
+    fn complete(&self, py: Python<'_>, ticket: u64, ok: bool) -> PyResult<bool> {
         self.with(py, |core| core.complete(Ticket(ticket), ok))
     }
 
@@ -253,7 +253,7 @@ impl Core {
         self.with(py, EngineCore::pause)
     }
 
-    /// Plan again after `pause`.
+    /// Plan again, and take requests again, after `pause` or `drain`.
     fn resume(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, EngineCore::resume)
     }
@@ -273,7 +273,7 @@ impl Core {
         self.with(py, EngineCore::reset_prefix_cache)
     }
 
-    /// Whether anything waits, in the inbox too, runs or is in flight.
+    /// Whether anything waits, in the inbox too, runs, is in flight or is in the outputs.
     fn has_work(&self, py: Python<'_>) -> PyResult<bool> {
         self.with(py, |core| core.has_work())
     }
@@ -295,10 +295,17 @@ impl Core {
         outputs::list(py, &events, outputs::event_dict)
     }
 
-    /// Every block of the prefix tree, parents first.
+    /// Every block that a prefix can be matched in.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let blocks = self.with(py, |core| core.snapshot())?;
         outputs::list(py, &blocks, outputs::block_dict)
+    }
+
+    /// Block events since the last call, oldest first. Empty unless `enable_block_events`.
+    fn take_block_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let mut events = Vec::new();
+        self.with(py, |core| core.take_block_events(&mut events))?;
+        outputs::list(py, &events, outputs::block_event_dict)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

@@ -22,7 +22,7 @@ pub(crate) struct Inbox {
 impl Inbox {
     pub(crate) fn new(engine: EngineInbox, health: Health, config: &CoreConfig) -> Self {
         Self {
-            inbox,
+            engine,
             health,
             vocab_size: config.vocab_size,
         }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fastserve_engine::{EventKind, PlanSizes as CorePlanSizes, StepOutputs as CoreOutputs};
 use fastserve_engine::{Stats, StepRecord, TimelineEvent};
-use fastserve_kv::{BlockInfo, CacheTier};
+use fastserve_kv::{BlockEvent, BlockInfo, CacheTier, ChainHash};
 use numpy::ndarray::{ArrayView, Dimension};
 use numpy::{Element, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
@@ -281,6 +281,38 @@ pub(crate) fn block_dict<'py>(py: Python<'py>, info: &BlockInfo) -> PyResult<Bou
     dict.set_item("num_uses", info.num_uses)?;
     dict.set_item("hash", info.hash.map(|hash| hash.0))?;
     dict.set_item("tier", tier_name(info.tier))?;
+    Ok(dict)
+}
+
+/// One change of the prefix tree.
+pub(crate) fn block_event_dict<'py>(
+    py: Python<'py>,
+    event: &BlockEvent,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    match *event {
+        BlockEvent::Stored {
+            block,
+            hash,
+            parent,
+            namespace,
+            tier,
+        } => {
+            dict.set_item("kind", "stored")?;
+            dict.set_item("block", block.0)?;
+            dict.set_item("hash", hash.0)?;
+            dict.set_item("parent", parent.map(|ChainHash(parent)| parent))?;
+            dict.set_item("namespace", namespace.0)?;
+            dict.set_item("tier", tier_name(tier))?;
+        }
+        BlockEvent::Removed { block, hash, tier } => {
+            dict.set_item("kind", "removed")?;
+            dict.set_item("block", block.0)?;
+            dict.set_item("hash", hash.0)?;
+            dict.set_item("tier", tier_name(tier))?;
+        }
+        BlockEvent::Cleared => dict.set_item("kind", "cleared")?,
+    }
     Ok(dict)
 }
 
