@@ -3,6 +3,8 @@
 //! Architecture invariant: nothing here knows what a block pool, a scheduler or a step is for.
 //! There is no clock, no I/O, no environment and no random state.
 
+#![forbid(unsafe_code)]
+
 pub mod config;
 pub mod error;
 pub mod fault;

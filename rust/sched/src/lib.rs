@@ -4,6 +4,8 @@
 //! Architecture invariant: nothing here knows of the block pool or the prefix tree; blocks are numbers
 //! that the engine passes through.
 
+#![forbid(unsafe_code)]
+
 pub mod budget;
 pub mod heap;
 pub mod plan;

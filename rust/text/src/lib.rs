@@ -18,6 +18,8 @@
 //! Architecture invariant: nothing here knows the engine, a scheduler or a tokenizer's file format.
 //! The table is bytes by token id; whoever loads a tokenizer makes one.
 
+#![forbid(unsafe_code)]
+
 mod detokenizer;
 mod stop;
 mod table;
