@@ -51,8 +51,8 @@ class CompletionOutput:
         logprobs: One entry a token, where ``logprobs`` was asked for.
         cumulative_logprob: Their sum, for the tokens themselves.
         finish_reason: ``None`` while it goes on.
-        stop_reason: The stop string, or the token of ``stop_token_ids``, that ended it. ``None`` for
-            the model's own end of sequence.
+        stop_reason: The stop string, or the token of ``stop_token_ids``, that ended it; ``None``
+            for the model's own end of sequence.
     """
 
     index: int
