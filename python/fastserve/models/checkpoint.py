@@ -1,0 +1,205 @@
+"""A checkpoint under one set of names, and the numbers of its tensors.
+
+The decoder calls a layer's query projection ``layers.3.q.weight``. A Hugging Face folder calls it
+``model.layers.3.self_attn.q_proj.weight`` and a GGUF file ``blk.3.attn_q.weight``. A
+:class:`Checkpoint` translates, so that the loader knows one spelling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastserve.errors import ModelError
+from fastserve.models.dequant import decode
+from fastserve.models.gguf_file import GgufFile
+from fastserve.models.safetensors_file import tensors_in_folder
+from fastserve.models.tensors import TensorInfo
+
+Advance: TypeAlias = Callable[[int], None]
+
+_CHUNK_ELEMENTS: Final = 1 << 20
+_SAME: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_HF_TOP: Final = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+    "rope_divisors": "rope_divisors",
+}
+_HF_LAYER: Final = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_GGUF_TOP: Final = {
+    "embedding": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "rope_divisors": "rope_freqs",
+}
+_GGUF_LAYER: Final = {
+    "attention_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "output": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+
+
+class Checkpoint:
+    """The tensors of a model by the decoder's names.
+
+    Attributes:
+        origin: The folder or file, for messages.
+        interleaved: Whether the rows of queries and keys pair neighbours, not halves of a head.
+    """
+
+    def __init__(
+        self,
+        origin: Path,
+        tensors: Mapping[str, TensorInfo],
+        spell: Callable[[str], str],
+        *,
+        interleaved: bool,
+    ) -> None:
+        self.origin = origin
+        self.interleaved = interleaved
+        self._tensors = tensors
+        self._spell = spell
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Checkpoint:
+        """A Hugging Face folder with safetensors."""
+        return cls(folder, tensors_in_folder(folder), _spell_hf, interleaved=False)
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> Checkpoint:
+        """A GGUF file."""
+        # llama.cpp pairs neighbours where Hugging Face pairs halves; its converter reorders the
+        # rows of queries and keys, for this architecture only.
+        interleaved = file.metadata.get("general.architecture") in ("llama", "mistral")
+        return cls(file.path, file.tensors, _spell_gguf, interleaved=interleaved)
+
+    def __contains__(self, name: str) -> bool:
+        return self._spell(name) in self._tensors
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self._tensors[self._spell(name)]
+
+    def spelled(self, name: str) -> str:
+        """The checkpoint's own name for the tensor."""
+        return self._spell(name)
+
+    def others(self, names: Iterable[str]) -> list[str]:
+        """The checkpoint's own names of all tensors but these."""
+        return sorted(self._tensors.keys() - {self._spell(name) for name in names})
+
+
+def _spell_hf(name: str) -> str:
+    *layer, kind, role = name.split(".")
+    if layer:
+        return f"model.layers.{layer[1]}.{_HF_LAYER[kind]}.{role}"
+    return f"{_HF_TOP[kind]}.{role}"
+
+
+def _spell_gguf(name: str) -> str:
+    *layer, kind, role = name.split(".")
+    if layer:
+        return f"blk.{layer[1]}.{_GGUF_LAYER[kind]}.{role}"
+    return f"{_GGUF_TOP[kind]}.{role}"
+
+
+class TensorReader:
+    """Reads tensors one after the other through the same two buffers. A context manager."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self._files: dict[Path, FileIO] = {}
+        self._raw = torch.empty(0, dtype=torch.uint8)
+        self._floats = torch.empty(0, dtype=torch.float32)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read(self, info: TensorInfo, into: Tensor) -> None:
+        """Fill ``into``, whose elements in their logical order are the tensor's in the file's.
+
+        Raises:
+            ModelError: The file ends early or its number format is not known.
+        """
+        layout = info.format
+        file = self._open(info)
+        per_index = math.prod(into.shape[1:])
+        step = max(1, _CHUNK_ELEMENTS // per_index)
+        for first in range(0, into.shape[0], step):
+            target = into[first : first + step]
+            num_blocks = target.numel() // layout.block_elements
+            if _SAME.get(layout.name) == target.dtype and target.is_contiguous():
+                raw = target.view(-1).view(torch.uint8)
+                self._fill(file, info, raw)
+            else:
+                self._raw = _at_least(self._raw, num_blocks * layout.block_bytes)
+                raw = self._raw[: num_blocks * layout.block_bytes]
+                self._fill(file, info, raw)
+                self._decode(info, raw.view(num_blocks, layout.block_bytes), target)
+            self._advance(raw.numel())
+
+    def _decode(self, info: TensorInfo, raw: Tensor, target: Tensor) -> None:
+        shape = (raw.shape[0], info.format.block_elements)
+        if target.dtype == torch.float32 and target.is_contiguous():
+            decode(info.format, raw, target.view(shape))
+            return
+        self._floats = _at_least(self._floats, target.numel())
+        floats = self._floats[: target.numel()]
+        decode(info.format, raw, floats.view(shape))
+        target.copy_(floats.view(target.shape))
+
+    def _open(self, info: TensorInfo) -> FileIO:
+        file = self._files.get(info.path)
+        if file is None:
+            try:
+                file = self._files[info.path] = FileIO(info.path)
+            except OSError as error:
+                raise ModelError(f"{info.path}: cannot be read: {error.strerror}") from None
+        file.seek(info.offset)
+        return file
+
+    def _fill(self, file: FileIO, info: TensorInfo, raw: Tensor) -> None:
+        left = raw.numpy().data
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise ModelError(
+                    f"{info.path}: ends {len(left)} bytes early in tensor {info.name}; it was cut "
+                    "while it was read"
+                )
+            left = left[count:]
+
+
+def _at_least(buffer: Tensor, size: int) -> Tensor:
+    return buffer if buffer.numel() >= size else buffer.new_empty(size)

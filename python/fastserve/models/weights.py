@@ -1,0 +1,256 @@
+"""Weights in the layout that the decoder computes with, and how they get there.
+
+Projections that read the same input are stored as one matrix, so that each is one product::
+
+    qkv      [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]    queries, keys, values
+    gate_up  [2 * intermediate_size, hidden_size]                          gate, up
+
+The matrices are allocated first. Then every tensor of the checkpoint is read, a buffer at a time,
+into the rows that are its own, in the order of the file. Peak memory is the weights and a buffer a
+thread.
+
+A checkpoint must have exactly the tensors that the architecture record calls for: a missing one,
+one of another shape and one that nothing would use (a bias that the record does not know) are
+errors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastserve.errors import ModelError
+from fastserve.models.checkpoint import Checkpoint, TensorReader
+from fastserve.models.config import DecoderConfig
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes read so far and all there are to read: from any thread, one at a time."""
+
+_IGNORED: Final = ("rotary_emb.inv_freq",)
+_ROPE_DIVISORS: Final = "rope_divisors.weight"
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerWeights:
+    """One layer. Biases and head norms are ``None`` where the architecture has none."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class DecoderWeights:
+    """A whole model.
+
+    Attributes:
+        embedding: ``[vocab_size, hidden_size]``.
+        layers: One a layer.
+        norm: Scale of the last norm.
+        lm_head: ``[vocab_size, hidden_size]``; the embedding's own tensor where they are tied.
+        rope_divisors: ``[head_dim / 2]`` float32 by which the rotary frequencies are divided, where
+            a GGUF file has them.
+    """
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    lm_head: Tensor
+    rope_divisors: Tensor | None
+
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in self._tensors()}
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from (self.embedding, self.norm, self.lm_head)
+        for layer in self.layers:
+            for name in LayerWeights.__slots__:
+                tensor = getattr(layer, name)
+                if tensor is not None:
+                    yield tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tensor of the checkpoint and the rows it belongs in.
+
+    ``num_heads`` is set for queries and keys, whose rows a checkpoint may keep in another order.
+    """
+
+    name: str
+    into: Tensor
+    num_heads: int = 0
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    *,
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> DecoderWeights:
+    """Allocate the weights and fill them from ``checkpoint``.
+
+    Raises:
+        ModelError: A tensor is missing, superfluous, of the wrong shape or cut short.
+    """
+    with torch.inference_mode(False):  # The threads that fill them are not in it.
+        weights, parts = _allocate(config, dtype)
+    if _ROPE_DIVISORS in checkpoint:
+        weights.rope_divisors = torch.empty(config.head_dim // 2, dtype=torch.float32)
+        parts.append(_Part(_ROPE_DIVISORS, weights.rope_divisors))
+    _check(checkpoint, config, parts)
+    parts.sort(key=lambda part: (checkpoint[part.name].path, checkpoint[part.name].offset))
+    total = sum(checkpoint[part.name].num_bytes for part in parts)
+    done = 0
+    lock = Lock()
+    pending = deque(parts)
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            if progress is not None:
+                progress(done, total)
+
+    def work() -> None:
+        with TensorReader(advance) as reader:
+            while True:
+                try:
+                    part = pending.popleft()
+                except IndexError:
+                    return
+                reader.read(checkpoint[part.name], _rows(part, checkpoint, config))
+
+    _run_in_threads(work, num_threads, pending.clear)
+    return weights
+
+
+def _rows(part: _Part, checkpoint: Checkpoint, config: DecoderConfig) -> Tensor:
+    """Where a tensor goes, in the order in which the file has its numbers."""
+    if not (part.num_heads and checkpoint.interleaved):
+        return part.into
+    # Rows 2i and 2i + 1 of a head in the file are rows i and i + head_dim / 2 here.
+    halves = (part.num_heads, 2, config.head_dim // 2)
+    tail = part.into.shape[1:]
+    return part.into.view(*halves, *tail).transpose(1, 2)
+
+
+def _run_in_threads(work: Callable[[], None], num_threads: int, stop: Callable[[], None]) -> None:
+    """Run ``work`` in several threads, each of which computes alone.
+
+    torch's own threads meet after every operation, and there are thousands of short ones here:
+    where the machine has other things to do, that takes ten times as long as one thread does.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="fastserve-load") as pool:
+            try:
+                for done in as_completed([pool.submit(work) for _ in range(num_threads)]):
+                    done.result()
+            finally:
+                stop()  # After an error or Ctrl-C the others end with their current tensor.
+    finally:
+        torch.set_num_threads(before)
+
+
+def _allocate(config: DecoderConfig, dtype: torch.dtype) -> tuple[DecoderWeights, list[_Part]]:
+    """Empty weights, and for each tensor of a checkpoint where it goes."""
+    parts: list[_Part] = []
+
+    def whole(name: str, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        parts.append(_Part(name, tensor))
+        return tensor
+
+    def fused(names: tuple[str, ...], sizes: tuple[int, ...], *inner: int) -> Tensor:
+        tensor = torch.empty((sum(sizes), *inner), dtype=dtype)
+        for name, rows in zip(names, tensor.split(list(sizes)), strict=True):
+            kind = name.rsplit(".", 2)[1]
+            heads = {"q": config.num_q_heads, "k": config.num_kv_heads}.get(kind, 0)
+            parts.append(_Part(name, rows, heads))
+        return tensor
+
+    def layer(index: int) -> LayerWeights:
+        at = f"layers.{index}."
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads = (config.q_size, config.kv_size, config.kv_size)
+        weights = tuple(f"{at}{kind}.weight" for kind in "qkv")
+        biases = tuple(f"{at}{kind}.bias" for kind in "qkv")
+        two = (inner, inner)
+        return LayerWeights(
+            attention_norm=whole(f"{at}attention_norm.weight", hidden),
+            qkv=fused(weights, heads, hidden),
+            qkv_bias=fused(biases, heads) if config.qkv_bias else None,
+            q_norm=whole(f"{at}q_norm.weight", config.head_dim) if config.qk_norm else None,
+            k_norm=whole(f"{at}k_norm.weight", config.head_dim) if config.qk_norm else None,
+            output=whole(f"{at}output.weight", hidden, config.q_size),
+            output_bias=whole(f"{at}output.bias", hidden) if config.output_bias else None,
+            mlp_norm=whole(f"{at}mlp_norm.weight", hidden),
+            gate_up=fused((f"{at}gate.weight", f"{at}up.weight"), two, hidden),
+            gate_up_bias=fused((f"{at}gate.bias", f"{at}up.bias"), two)
+            if config.mlp_bias
+            else None,
+            down=whole(f"{at}down.weight", hidden, inner),
+            down_bias=whole(f"{at}down.bias", hidden) if config.mlp_bias else None,
+        )
+
+    embedding = whole("embedding.weight", config.vocab_size, config.hidden_size)
+    layers = [layer(index) for index in range(config.num_layers)]
+    norm = whole("norm.weight", config.hidden_size)
+    tied = config.tied_embeddings
+    lm_head = embedding if tied else whole("lm_head.weight", *embedding.shape)
+    weights = DecoderWeights(
+        embedding=embedding, layers=layers, norm=norm, lm_head=lm_head, rope_divisors=None
+    )
+    return weights, parts
+
+
+def _check(checkpoint: Checkpoint, config: DecoderConfig, parts: list[_Part]) -> None:
+    missing = [checkpoint.spelled(part.name) for part in parts if part.name not in checkpoint]
+    if missing:
+        raise ModelError(
+            f"{checkpoint.origin}: {len(missing)} tensors are missing: {_some(missing)}; the file "
+            "is incomplete or belongs to another architecture"
+        )
+    for part in parts:
+        found, want = checkpoint[part.name].shape, tuple(part.into.shape)
+        if found != want:
+            raise ModelError(
+                f"{checkpoint[part.name].path}: tensor {checkpoint.spelled(part.name)} has shape "
+                f"{list(found)}, the architecture wants {list(want)}"
+            )
+    used = [part.name for part in parts]
+    if config.tied_embeddings:
+        used.append("lm_head.weight")
+    unused = [name for name in checkpoint.others(used) if not name.endswith(_IGNORED)]
+    if unused:
+        raise ModelError(
+            f"{checkpoint.origin}: {len(unused)} tensors have no place in a {config.family} model: "
+            f"{_some(unused)}; running without them would give wrong results"
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown}, …"
