@@ -1,0 +1,155 @@
+"""What the server takes and refuses, by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fastserve.sampling_params import ParameterError
+from fastserve.server.errors import ApiError, as_api_error
+from fastserve.server.requests import ChatRequest, CompletionRequest, parse
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "x", **fields}).encode())
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def refusal(call: Any, **fields: Any) -> ApiError:
+    with pytest.raises((ApiError, ParameterError)) as caught:
+        call(**fields).sampling_params()
+    return as_api_error(caught.value)
+
+
+def test_parameters_reach_the_engine_under_their_names() -> None:
+    params = completion(
+        n=2,
+        temperature=0,
+        top_k=5,
+        logit_bias={"7": -1},
+        logprobs=3,
+        stop="x",
+        seed=1,
+        min_tokens=2,
+        max_tokens=9,
+        ignore_eos=True,
+    ).sampling_params()
+    assert (params.n, params.temperature, params.top_k) == (2, 0.0, 5)
+    assert (params.logit_bias, params.logprobs, params.stop) == ({7: -1.0}, 3, ("x",))
+    assert (params.seed, params.min_tokens, params.max_tokens) == (1, 2, 9)
+    assert params.ignore_eos
+
+
+def test_a_completion_has_a_limit_by_default_and_a_chat_has_none() -> None:
+    assert completion().sampling_params().max_tokens == 16
+    assert chat().sampling_params().max_tokens is None
+    assert chat(max_completion_tokens=5).sampling_params().max_tokens == 5
+    assert chat(max_tokens=5).sampling_params().max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("x", ["x"]),
+        (["x", "y"], ["x", "y"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ("", [""]),
+    ],
+)
+def test_prompts_come_in_four_shapes(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    chat(tools=[], tool_choice=None, response_format={"type": "text"}, store=False, user="me")
+    completion(echo=False, best_of=1, suffix=None, temperature=None, stop=None)
+    returned = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None}
+    assert chat(messages=[*HELLO, returned]).messages[1].content == "hi"
+
+
+def test_a_message_of_parts_is_its_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = chat(messages=[{"role": "developer", "content": parts}]).messages[0]
+    assert message.as_template_takes_it() == {"role": "system", "content": "ab"}
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+CALL = [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "message", "param"),
+    [
+        (completion, {"echo": True}, "echo is not supported by this server; leave it out", "echo"),
+        (completion, {"echo": 0}, "echo is not supported by this server; leave it out", "echo"),
+        (completion, {"best_of": 3}, "best_of is not supported by this server; leave it out", None),
+        (chat, {"tools": [{}]}, "tools is not supported by this server; leave it out", "tools"),
+        (
+            chat,
+            {"response_format": {"type": "json_object"}},
+            "response_format is not supported by this server; leave it out",
+            "response_format",
+        ),
+        (completion, {"topk": 3}, "topk is not a parameter of this server", "topk"),
+        (completion, {"temperature": "1"}, 'temperature="1": want a valid number', "temperature"),
+        (completion, {"n": True}, "n=true: want a valid integer", "n"),
+        (completion, {"n": 1.5}, "n=1.5: want a valid integer", "n"),
+        (completion, {"stop": [1]}, "stop: want text or a list of texts", "stop"),
+        (
+            completion,
+            {"prompt": [1, "a"]},
+            "prompt: want text, token ids, a list of texts, or a list of lists of token ids",
+            "prompt",
+        ),
+        (completion, {"prompt": None}, None, "prompt"),
+        (completion, {"max_tokens": 0}, None, "max_tokens"),
+        (completion, {"temperature": float("nan")}, None, "temperature"),
+        (completion, {"stop": ["x"] * 65}, None, "stop"),
+        (completion, {"logit_bias": {"7": 101}}, None, "logit_bias"),
+        (chat, {"messages": []}, "messages is empty; give at least one", "messages"),
+        (chat, {"messages": [{"role": "user"}]}, None, "messages[0].content"),
+        (chat, {"messages": IMAGE}, None, "messages[0].content"),
+        (chat, {"messages": CALL}, None, "messages[0].tool_calls"),
+        (chat, {"messages": [{"role": "tool", "content": ""}]}, None, "messages[0].role"),
+        (chat, {"top_logprobs": 2}, None, "top_logprobs"),
+        (chat, {"max_tokens": 1, "max_completion_tokens": 2}, None, "max_tokens"),
+        (chat, {"stream_options": {}}, None, "stream_options"),
+        (
+            chat,
+            {"stream": True, "stream_options": {"x": 1}},
+            "stream_options.x is not a parameter of this server",
+            "stream_options.x",
+        ),
+    ],
+)
+def test_refusals_name_the_parameter(
+    call: Any, fields: dict[str, Any], message: str | None, param: str | None
+) -> None:
+    error = refusal(call, **fields)
+    assert error.status == 400
+    assert error.param == (param or next(iter(fields)))
+    assert message is None or error.message == message
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": "\xc3\x28"}']
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionRequest, body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_a_missing_prompt_is_named() -> None:
+    with pytest.raises(ApiError, match="prompt is missing"):
+        parse(CompletionRequest, b"{}")
+    with pytest.raises(ApiError, match="messages is missing"):
+        parse(ChatRequest, b"{}")
