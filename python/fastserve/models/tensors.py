@@ -33,6 +33,9 @@ _COMMON = (
     Format("Q4_K", 256, 144),
     Format("Q6_K", 256, 210),
 )
+COMMON_FORMATS = tuple(known.name for known in _COMMON)
+"""Formats that are read without the ``gguf`` package's slow path."""
+
 _FORMATS = {known.name: known for known in _COMMON}
 _GGML_IDS = {
     0: "F32",
