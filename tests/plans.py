@@ -7,9 +7,12 @@ whole prompts, chunks, single tokens and any mix of them, in any order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastserve.arena import Arena, Header, Layout, OutputKind, PlanView
 
@@ -85,6 +88,11 @@ class PlanBuilder:
         self.arena = Arena(layout, num_words)
         self.step = 0
 
+    def give_kv_to(self, runner: Any) -> None:
+        """Allocate the runner's cache, full of NaN: what was not written must not be read."""
+        runner.allocate_kv(self.num_blocks, self.block_size, self.block_tables)
+        runner._kv.fill_(float("nan"))
+
     def take_block(self) -> int:
         """One free block."""
         return int(self.free.pop())
@@ -155,3 +163,39 @@ class PlanBuilder:
         offset, capacity = self.arena.layout[name]
         assert len(values) <= capacity, f"{name}: {len(values)} words, capacity {capacity}"
         self.arena.words[offset : offset + len(values)] = values
+
+
+def drive(
+    runner: Any,
+    builder: PlanBuilder,
+    sequences: list[list[int]],
+    chunk_of: Callable[[int, int], int],
+) -> list[NDArray[np.float32]]:
+    """Run every sequence to its end and return the logits of each of its positions.
+
+    ``chunk_of(step, sequence)`` says how many of its tokens a sequence computes in a step; 0 leaves
+    it out. Rows of a step come in a different order each time.
+    """
+    builder.give_kv_to(runner)
+    last_samples = np.full(len(builder.block_tables), -1, dtype=np.int32)
+    done = [0] * len(sequences)
+    collected: list[list[NDArray[np.float32]]] = [[] for _ in sequences]
+    step = 0
+    while any(done[index] < len(tokens) for index, tokens in enumerate(sequences)):
+        rows = []
+        for index, tokens in enumerate(sequences):
+            chunk = tokens[done[index] : done[index] + chunk_of(step, index)]
+            if chunk:
+                outputs = list(range(len(chunk)))
+                rows.append(Row(slot=index, tokens=chunk, start=done[index], outputs=outputs))
+        step += 1
+        if not rows:
+            continue
+        rows = rows[step % len(rows) :] + rows[: step % len(rows)]
+        logits = runner.forward(builder.plan(rows), last_samples).numpy().copy()
+        first = 0
+        for row in rows:
+            collected[row.slot].append(logits[first : first + len(row.tokens)])
+            first += len(row.tokens)
+            done[row.slot] += len(row.tokens)
+    return [np.concatenate(parts) for parts in collected]

@@ -1,0 +1,189 @@
+"""What runs a plan: the protocol that every back end implements, and the CPU's.
+
+An engine asks a runner for four things: the model's record, how large a block is, memory for the
+blocks, and logits for a plan. Before layer 0 a runner applies the plan's copies; the order is
+``copies_out``, ``copies_in``, ``copies``.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastserve import host
+from fastserve.arena import PlanView, Words
+from fastserve.kernels.cpu import CpuKernels, as_array, empty_kv
+from fastserve.models.checkpoint import Checkpoint
+from fastserve.models.config import DecoderConfig
+from fastserve.models.decoder import Decoder, KvCache
+from fastserve.models.resolve import ModelSource
+from fastserve.models.weights import DecoderWeights, Progress, load_weights
+
+Logits: TypeAlias = Tensor
+"""float32 ``[num_outputs, vocab_size]``, valid until the runner's next step."""
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Runner(Protocol):
+    """A model on a device.
+
+    Attributes:
+        config: The architecture.
+        vocab_size: Columns of the logits.
+        device: Where it runs: ``cpu``, ``cuda:0``.
+    """
+
+    config: DecoderConfig
+    vocab_size: int
+    device: str
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Memory that one block takes, over all layers."""
+
+    def allocate_kv(self, num_blocks: int, block_size: int, block_tables: Words) -> None:
+        """Make the cache. ``block_tables`` is the core's memory, read at every step."""
+
+    def forward(self, plan: PlanView, last_samples: Words) -> Logits:
+        """Run one step.
+
+        ``last_samples[slot]`` is the last token that the slot's sequence sampled: what a token id
+        of −1 − slot stands for.
+        """
+
+
+class CpuRunner:
+    """A model on the CPU: our kernels, torch's matrix products. One thread at a time steps it.
+
+    Args:
+        config: The architecture.
+        weights: In the dtype that is computed in.
+        kernels: Our kernels' pool of threads.
+        kv_dtype: What keys and values are stored as.
+    """
+
+    device = "cpu"
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        kernels: CpuKernels,
+        kv_dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.kernels = kernels
+        self.kv_dtype = kv_dtype
+        self._decoder = Decoder(config, weights, kernels)
+        self._kv: Tensor | None = None
+        self._cache: KvCache | None = None
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        *,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        num_threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> CpuRunner:
+        """Read a model's weights.
+
+        Sets the number of torch's threads, which is one number for the whole process.
+
+        Args:
+            source: From :func:`fastserve.models.resolve.resolve`.
+            dtype: ``float32``, ``bfloat16`` or ``auto`` (see :func:`auto_dtype`).
+            kv_cache_dtype: The same for keys and values; ``auto`` is what is computed in.
+            num_threads: Threads that compute. By default one for each core that may be used.
+            progress: Called as the weights come in.
+
+        Raises:
+            ModelError: The model is not supported or its files are broken.
+        """
+        config = source.config()
+        computed = DTYPES[auto_dtype() if dtype == "auto" else dtype]
+        stored = computed if kv_cache_dtype == "auto" else DTYPES[kv_cache_dtype]
+        threads = num_threads or host.cpus().num_usable
+        torch.set_num_threads(threads)
+        checkpoint = _checkpoint(source)
+        weights = load_weights(checkpoint, config, computed, num_threads=threads, progress=progress)
+        return cls(config, weights, CpuKernels(threads), stored)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self._decoder.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+        return self._decoder.weights.num_bytes()
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Memory that one block takes, over all layers."""
+        per_token = 2 * self.config.kv_size * self.kv_dtype.itemsize
+        return self.config.num_layers * block_size * per_token
+
+    def allocate_kv(self, num_blocks: int, block_size: int, block_tables: Words) -> None:
+        """Make the cache. The memory is taken only where it is used."""
+        config = self.config
+        self._kv = empty_kv(
+            config.num_layers,
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.kv_dtype,
+        )
+        table = self._decoder.rope_table(block_tables.shape[1] * block_size)
+        self._cache = KvCache(
+            layers=[as_array(layer) for layer in self._kv],
+            block_tables=block_tables,
+            cos_sin=as_array(table),
+        )
+
+    @torch.inference_mode()
+    def forward(self, plan: PlanView, last_samples: Words) -> Logits:
+        """Run one step: copies, then the decoder."""
+        if self._cache is None or self._kv is None:
+            raise RuntimeError("allocate_kv comes before the first step")
+        if len(plan.copies_out) or len(plan.copies_in):
+            raise RuntimeError("the plan copies blocks to or from another tier; there is none here")
+        if len(plan.copies):
+            copies = torch.from_numpy(plan.copies.astype(np.int64))
+            self._kv.index_copy_(1, copies[:, 1], self._kv.index_select(1, copies[:, 0]))
+        token_ids = torch.from_numpy(known_tokens(plan.token_ids, last_samples))
+        return self._decoder.forward(token_ids, plan, self._cache)
+
+
+def auto_dtype() -> str:
+    """What a CPU computes in when nothing is asked for.
+
+    bfloat16 takes half the memory, and decoding is as fast as memory is; but it is worth it only
+    where the CPU multiplies it natively.
+    """
+    from fastserve._core import cpu
+
+    return "bfloat16" if cpu.detect_isa().endswith("bf16") else "float32"
+
+
+def known_tokens(token_ids: Words, last_samples: Words) -> NDArray[np.int64]:
+    """Token ids with every −1 − slot replaced by that slot's last sample."""
+    known = token_ids.astype(np.int64)
+    unknown = np.flatnonzero(known < 0)
+    if unknown.size:
+        known[unknown] = last_samples[-1 - known[unknown]]
+    return known
+
+
+def _checkpoint(source: ModelSource) -> Checkpoint:
+    if source.gguf is None:
+        return Checkpoint.from_folder(source.path)
+    return Checkpoint.from_gguf(source.gguf)
