@@ -34,36 +34,43 @@ PURE = ["base", "kv", "sched", "engine", "sim"]
 
 # First part of the name below `fastserve`. Modules of one floor may import each other.
 PYTHON_FLOORS = {
-    "cli": 5,
     "__main__": 5,
+    "cli": 5,
     "server": 5,
+    "async_engine": 4,
     "doctor": 5,
     "llm": 4,
-    "async_engine": 4,
+    "active_request": 3,
+    "draw": 3,
     "engine": 3,
+    "kernels": 3,
+    "layers": 3,
+    "loading": 3,
+    "logprobs": 3,
+    "models": 3,
     "runner": 3,
     "sampler": 3,
-    "draw": 3,
-    "models": 3,
-    "layers": 3,
-    "kernels": 3,
     "text": 3,
-    # Plain data and the binding: no torch, no model.
-    "core": 2,
+    # The binding and plain data: no torch, no model.
     "_core": 2,
     "_shadow": 2,
     "arena": 2,
+    "config": 2,
+    "core": 2,
     "errors": 2,
+    "extras": 2,
     "host": 2,
-    "log": 2,
-    "philox": 2,
     "keywords": 2,
+    "log": 2,
+    "outputs": 2,
+    "philox": 2,
+    "progress": 2,
+    "prompts": 2,
     "sampling_params": 2,
     "sampling_record": 2,
-    "outputs": 2,
-    "config": 2,
+    "sizing": 2,
 }
-MAY_IMPORT_TORCH = {"engine", "runner", "sampler", "draw", "models", "layers", "kernels"}
+MAY_IMPORT_TORCH = {"draw", "kernels", "layers", "logprobs", "models", "runner", "sampler"}
 
 
 def manifest(path: Path) -> dict[str, object]:

@@ -112,7 +112,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     sources = relative(REPOSITORY / "python", "*.py", "*.pyi", "py.typed")
     kernels = {f"fastserve/{name}" for name in relative(REPOSITORY, "cuda/*.cu", "cuda/*.cuh")}
     assert package == sources | kernels | {"fastserve/_core.abi3.so"}
-    assert {"fastserve/py.typed", "fastserve/_core.pyi"} <= package
+    assert {"fastserve/py.typed", "fastserve/_core/__init__.pyi"} <= package
 
 
 def test_wheel_carries_licence_and_notice(wheel: Path) -> None:
@@ -179,7 +179,7 @@ def test_model_without_torch_says_what_to_install(installed: Installed) -> None:
     done = installed.python("from fastserve import LLM\nLLM('smollm2')")
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert f'pip install "{PROJECT["name"]}[torch]"' in last
+    assert f"pip install '{PROJECT['name']}[torch]'" in last
 
 
 def test_command_without_torch_says_so_in_one_line(installed: Installed) -> None:
