@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ PYTHON_FLOORS = {
     "errors": 2,
     "extras": 2,
     "host": 2,
+    "interrupts": 2,
     "keywords": 2,
     "log": 2,
     "outputs": 2,
@@ -196,6 +198,19 @@ def test_only_the_model_side_imports_torch(name: str) -> None:
 
 def normalised(requirement: str) -> str:
     return re.split(r"[\s<>=!~;\[]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def test_package_imports_only_what_it_asks_for() -> None:
+    project = manifest(REPOSITORY / "pyproject.toml")["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["torch"], *extras["server"]]
+    # typer brings click, fastapi brings starlette and pydantic.
+    known = {normalised(line) for line in asked} | {"click", "starlette", "pydantic"}
+    for name, path in modules().items():
+        for imported in imports(path, name, at_import_only=False):
+            top = imported.partition(".")[0]
+            if top != "fastserve" and top not in sys.stdlib_module_names:
+                assert normalised(top) in known, f"{name} imports {imported}"
 
 
 def requirement_lines(name: str) -> list[str]:
