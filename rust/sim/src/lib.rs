@@ -16,6 +16,8 @@
 //! Architecture invariant: no clock, no environment, no I/O but in the binary; chance comes from
 //! [`rng`] alone.
 
+#![forbid(unsafe_code)]
+
 pub mod blocks;
 pub mod chaos;
 pub mod check;
