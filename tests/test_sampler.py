@@ -12,7 +12,7 @@ import torch
 from fastserve.arena import Header, OutputKind, PlanView
 from fastserve.draw import Candidates, candidates, draw_token
 from fastserve.philox import draw_bits
-from fastserve.sampler import Sampler, SampleResult
+from fastserve.sampler import ALL_MASKED, NOT_FINITE, Sampler, SampleResult
 from fastserve.sampling_params import SamplingParams
 from fastserve.sampling_record import MAX_RECORD_WORDS, encode
 from plans import layout_for
@@ -393,7 +393,7 @@ def test_a_row_that_is_not_finite_fails_alone(poison: float, params: SamplingPar
     good = run(Sampler(4, VOCAB_SIZE), logits.clone(), step)
     logits[1, 33] = poison
     result = run(Sampler(4, VOCAB_SIZE), logits, step)
-    assert result.counts.tolist() == [1, -1, 1]
+    assert result.counts.tolist() == [1, NOT_FINITE, 1]
     assert result.tokens[[0, 2]].tolist() == good.tokens[[0, 2]].tolist()
     assert 1 not in result.logprobs
 
@@ -410,7 +410,7 @@ def test_a_row_with_every_token_masked_fails_alone(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, allowed_token_ids=[EOS], min_tokens=2)
     logits = random_logits(2)
     step = Step().assign(0, params, [2]).output(0, 0).assign(1, GREEDY, [2]).output(1, 0)
-    assert run(Sampler(2, VOCAB_SIZE), logits, step).counts.tolist() == [-1, 1]
+    assert run(Sampler(2, VOCAB_SIZE), logits, step).counts.tolist() == [ALL_MASKED, 1]
 
 
 # Log probabilities
@@ -471,7 +471,7 @@ def test_a_poisoned_score_row_fails_its_request() -> None:
     logits[0, 0] = math.nan
     step = Step().assign(0, params, [2, 3, 4])
     step.output(0, 0, OutputKind.SCORE).output(0, 1, OutputKind.SCORE)
-    assert run(Sampler(1, VOCAB_SIZE), logits, step).counts.tolist() == [-1, 0]
+    assert run(Sampler(1, VOCAB_SIZE), logits, step).counts.tolist() == [NOT_FINITE, 0]
 
 
 def test_an_output_kind_that_is_not_built_says_so() -> None:

@@ -45,6 +45,8 @@ class EngineConfig:
         max_num_steps_in_flight: Steps planned before the one before them is done: 1, or 2 where the
             device works on its own.
         max_num_queued_requests: Requests that may wait; more are refused.
+        skip_tokenizer_init: Do without the model's tokenizer: prompts are token ids, and answers
+            have no text.
         num_threads: Threads that compute, by default one for each core that may be used.
         seed: Of the requests that bring none. The same seed and the same order of requests give the
             same tokens.
@@ -65,6 +67,7 @@ class EngineConfig:
     max_wait_s: float | None = 30.0
     max_num_steps_in_flight: int = 1
     max_num_queued_requests: int = 4096
+    skip_tokenizer_init: bool = False
     num_threads: int | None = None
     seed: int = 0
 
@@ -89,7 +92,11 @@ class EngineConfig:
         choice("kv_cache_dtype", DTYPES)
         choice("block_size", BLOCK_SIZES)
         choice("scheduling_policy", SCHEDULING_POLICIES)
-        choice("enable_prefix_caching", (True, False))
+        bad += [
+            f"{name}={getattr(self, name)!r}: want True or False"
+            for name in ("enable_prefix_caching", "skip_tokenizer_init")
+            if not isinstance(getattr(self, name), bool)
+        ]
         for name in ("max_num_batched_tokens", "max_num_queued_requests"):
             count(name)
         count("max_num_seqs", high=2**20)
@@ -139,5 +146,6 @@ class EngineOptions(TypedDict, total=False):
     max_wait_s: float | None
     max_num_steps_in_flight: int
     max_num_queued_requests: int
+    skip_tokenizer_init: bool
     num_threads: int | None
     seed: int

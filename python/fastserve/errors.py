@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "CoreBug",
+    "EngineDeadError",
     "FastserveError",
     "KernelError",
     "ModelError",
@@ -48,6 +49,10 @@ class ConfigError(FastserveError, ValueError):
 
 class ModelError(FastserveError):
     """A model that cannot be found, read or run; or a tokenizer or chat template that cannot."""
+
+
+class EngineDeadError(FastserveError, RuntimeError):
+    """The engine was shut down, or stopped at an error that it could not survive; says which."""
 
 
 class KernelError(FastserveError, RuntimeError):

@@ -20,6 +20,7 @@ event, which brings its tokens and so resets what was counted.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
@@ -32,12 +33,18 @@ from fastserve.logprobs import RowLogprobs, row_logprobs
 from fastserve.philox import draw_bits
 from fastserve.sampling_record import SlotStates
 
-__all__ = ["SampleResult", "Sampler", "ScoredToken"]
+__all__ = ["ALL_MASKED", "NOT_FINITE", "SampleResult", "Sampler", "ScoredToken"]
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
 
-_MASKED = float("-inf")
+NOT_FINITE: Final = -1
+"""Count of a row whose raw logits have NaN or an infinity."""
+
+ALL_MASKED: Final = -2
+"""Count of a row in which no token may be taken."""
+
+_MASKED: Final = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,8 @@ class SampleResult:
     """What a step's output rows gave.
 
     Attributes:
-        counts: Tokens appended a row: 1 for a sample, 0 for a score, -1 for a row that failed.
+        counts: Tokens appended a row: 1 for a sample, 0 for a score; a row that failed has
+            :data:`NOT_FINITE` or :data:`ALL_MASKED`.
         tokens: The sampled token a row.
         logprobs: Of the sampled tokens, by output row, where they were asked for.
         scores: Of prompt tokens, where they were asked for.
@@ -125,7 +133,7 @@ class Sampler:
         if num == 0:
             return result
         finite = _finite_rows(logits)
-        result.counts[~finite] = -1
+        result.counts[~finite] = NOT_FINITE
         sampled = plan.out_kinds == OutputKind.SAMPLE
         if not sampled.all():
             self._score(logits, plan, result, finite)
@@ -161,7 +169,7 @@ class Sampler:
         self._adjust(adjusted, slots, positions)
         result.tokens[others] = adjusted.argmax(axis=1)
         alive = adjusted.max(axis=1) != _MASKED
-        result.counts[others[~alive]] = -1  # Every token is masked: nothing can be taken.
+        result.counts[others[~alive]] = ALL_MASKED
         self._draw(adjusted, result, others, np.flatnonzero(~state.greedy[slots] & alive), plan)
 
     def _draw(

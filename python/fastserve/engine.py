@@ -1,0 +1,469 @@
+"""The step loop: plan, forward, sample, commit.
+
+::
+
+    submit ─▶ Inbox          step ─┬─ core.plan(now, arena)        Rust writes the plan
+    (any thread)                   ├─ runner.forward(plan)         K and V, logits
+                                   ├─ sampler.sample(logits)       a token a row
+                                   └─ core.commit(step, ...)  ─▶   requests that have news
+
+An engine has no thread of its own. Whoever owns it calls :meth:`Engine.step` while there is work,
+from one thread at a time; ``LLM`` does that until its prompts are answered, ``AsyncEngine`` on a
+thread that it starts. Submitting and aborting may be done from any thread.
+
+With more than one step in flight, step k+1 is planned before step k is run: a token that is not
+known yet stands in the plan as −1 − slot and is taken from ``Sampler.last_samples``, and block
+tables are a copy that follows the plans' edits, as a device's would be.
+
+What goes wrong:
+
+* A request is refused: an exception from :meth:`Engine.submit`; nothing is queued.
+* A row's logits are not finite: that request alone ends with ``error``.
+* The forward pass raises: the step is rolled back and its sequences compute again; one under which
+  that happens too often ends with ``error``. The engine goes on.
+* The device is gone (``KernelError``) or there is a bug (``CoreBug``, or anything else between two
+  forward passes): every request ends with ``error`` and the engine is dead, which the next call
+  says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fastserve.active_request import FINISHED_BY_ERROR, ActiveRequest
+from fastserve.arena import Arena
+from fastserve.config import EngineConfig
+from fastserve.core import Core, CoreBug, RequestError
+from fastserve.errors import EngineDeadError, KernelError, ModelError
+from fastserve.philox import derive_seed
+from fastserve.prompts import Prompt, tokenize
+from fastserve.sampler import ALL_MASKED, NOT_FINITE, Sampler, SampleResult
+from fastserve.sampling_params import ParameterError, SamplingParams
+from fastserve.sampling_record import encode
+from fastserve.sizing import core_keywords
+
+if TYPE_CHECKING:
+    from fastserve.core import PlanSizes, StepOutputs
+    from fastserve.progress import LoadingBar
+    from fastserve.runner import Runner
+    from fastserve.text.tokenizer import Tokenizer
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("fastserve.engine")
+
+_SHUT_DOWN: Final = "the engine is shut down; make a new one"
+_ROW_FAILED: Final = {
+    NOT_FINITE: "the model's logits are not finite",
+    ALL_MASKED: "every token is masked; allow more than the tokens that end a sequence",
+}
+"""What an output row with this count means."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step that is planned and not run."""
+
+    sizes: PlanSizes
+    arena: Arena
+
+
+class Engine:
+    """Runs a model one step at a time.
+
+    Args:
+        runner: Runs the forward pass.
+        tokenizer: ``None`` for a model that takes and gives only token ids.
+        config: Limits; everything at its default where left out.
+        model_name: For whoever asks.
+
+    Attributes:
+        config: As given.
+        core_config: The core's limits in force.
+        tokenizer: As given.
+        model_name: As given.
+        max_model_len: Longest sequence, prompt and output, in force.
+        vocab_size: Token ids are below it.
+        ran_step: Whether the last call of :meth:`step` ran one. If not, the next will not either,
+            unless something is submitted, aborted or resumed.
+
+    Raises:
+        ConfigError: The configuration does not fit the model or the memory.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        *,
+        model_name: str = "model",
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.vocab_size = runner.vocab_size
+        self._core = Core(
+            **core_keywords(
+                config,
+                max_positions=runner.config.max_positions,
+                vocab_size=runner.vocab_size,
+                kv_bytes_per_block=runner.kv_bytes_per_block(config.block_size),
+            )
+        )
+        for warning in self._core.warnings:
+            logger.warning("%s", warning)
+        self.core_config: dict[str, Any] = self._core.config
+        self.max_model_len: int = self.core_config["max_model_len"]
+        self._inbox = self._core.inbox()
+        self._runner: Runner | None = runner
+        self._max_in_flight: int = self.core_config["max_num_steps_in_flight"]
+        self._block_tables = self._core.block_tables
+        if self._max_in_flight > 1:
+            # The core's own tables are those of the step planned last, not of the step being run.
+            self._block_tables = np.zeros_like(self._core.block_tables)
+        runner.allocate_kv(self.core_config["num_blocks"], config.block_size, self._block_tables)
+        self._sampler = Sampler(self.core_config["max_num_seqs"], runner.vocab_size)
+        self._eos_token_ids = tuple(runner.config.eos_token_ids)
+        layout, num_words = self._core.layout, self._core.plan_words
+        arenas = [Arena(layout, num_words) for _ in range(self._max_in_flight + 1)]
+        self._next_arena = itertools.cycle(arenas).__next__
+        self._planned: deque[_Planned] = deque()
+        self._spare_arena = self._next_arena()
+        self._lock = threading.Lock()  # Of the two dicts, which submitters and the stepper share.
+        self._active: dict[int, ActiveRequest] = {}
+        self._numbers_in_use: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+        self._death: str | None = None
+        self.ran_step = False
+
+    @classmethod
+    def load(
+        cls, model: str | Path, config: EngineConfig | None = None, *, progress: LoadingBar = None
+    ) -> Engine:
+        """Load `model` and make an engine for it.
+
+        Args:
+            model: A folder, a GGUF file, a hub id or ``smollm2``.
+            config: Limits.
+            progress: Show a bar while loading; by default where stderr is a terminal. A callable is
+                the caller's own bar: it gets bytes done and bytes in all.
+
+        Raises:
+            ModelError: There is no such model, or it cannot be run.
+            ConfigError: The configuration does not fit the model or the memory.
+        """
+        from fastserve.loading import load_model  # Late: an engine can do without our models.
+
+        config = config or EngineConfig()
+        runner, tokenizer = load_model(model, config, progress=progress)
+        return cls(runner, tokenizer, config, model_name=str(model))
+
+    # Requests: any thread.
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        listener: object = None,
+    ) -> ActiveRequest:
+        """Queue a request for the next step.
+
+        Args:
+            prompt: Text, token ids, or a dict with one of them.
+            params: How to continue it; every default where left out.
+            request_id: The caller's name for it, unique among those that have not finished.
+            priority: Under the ``priority`` policy lower numbers run first.
+            listener: Kept with the request, for whoever steps the engine.
+
+        Raises:
+            RequestError: The core refuses it.
+            ParameterError: The parameters do not fit the model.
+            EngineDeadError: The engine does not run any more.
+        """
+        self.check_alive()
+        params = params or SamplingParams()
+        tokenized = tokenize(prompt, self.tokenizer)
+        self._check_params(params)
+        number = next(self._numbers)
+        now = time.monotonic_ns()
+        request = ActiveRequest(
+            number=number,
+            request_id=f"request-{number}" if request_id is None else request_id,
+            prompt=tokenized.text,
+            prompt_token_ids=tokenized.token_ids,
+            params=params,
+            table=None if self.tokenizer is None else self.tokenizer.table,
+            arrival_ns=now,
+            listener=listener,
+        )
+        stops = tuple(params.stop_token_ids or ())
+        end_token_ids = stops if params.ignore_eos else (*self._eos_token_ids, *stops)
+        seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
+        self._register(request)
+        try:
+            self._inbox.submit(
+                number,
+                tokenized.token_ids,
+                max_tokens=self.max_model_len if params.max_tokens is None else params.max_tokens,
+                min_tokens=params.min_tokens,
+                stop_token_ids=end_token_ids,
+                num_sequences=params.n,
+                priority=priority,
+                score_prompt=params.prompt_logprobs is not None,
+                namespace=tokenized.namespace,
+                sampling=encode(params, seed, end_token_ids),
+                arrival=now,
+            )
+        except BaseException:
+            self._forget(request)
+            raise
+        return request
+
+    def abort(self, request: ActiveRequest) -> None:
+        """End `request` at the next step with ``abort``, whatever its state."""
+        if self._death is None:
+            self._inbox.abort(request.number)
+
+    def find(self, request_id: str) -> ActiveRequest | None:
+        """The request that the caller named `request_id`, if it has not finished."""
+        with self._lock:
+            return self._active.get(self._numbers_in_use.get(request_id, 0))
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What only the model can tell."""
+        bad: list[str] = []
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            beyond = [token for token in getattr(params, name) or () if token >= self.vocab_size]
+            if beyond:
+                bad.append(f"{name} has token {beyond[0]}: want 0 to {self.vocab_size - 1}")
+        if params.stop_strings and self.tokenizer is None:
+            bad.append("stop: want stop_token_ids instead, the model has no tokenizer")
+        if bad:
+            raise ParameterError(bad)
+
+    def _register(self, request: ActiveRequest) -> None:
+        with self._lock:
+            if request.request_id in self._numbers_in_use:
+                error = RequestError(
+                    f"request id {request.request_id!r} is in use by a request that has not ended; "
+                    "choose another"
+                )
+                error.code, error.http_status = "duplicate_request", 409
+                raise error
+            self.check_alive()
+            self._active[request.number] = request
+            self._numbers_in_use[request.request_id] = request.number
+
+    def _forget(self, request: ActiveRequest) -> None:
+        with self._lock:
+            self._active.pop(request.number, None)
+            self._free_id(request)
+
+    def _free_id(self, request: ActiveRequest) -> None:
+        """Let the caller use the name again; a newer request may have it already."""
+        if self._numbers_in_use.get(request.request_id) == request.number:
+            del self._numbers_in_use[request.request_id]
+
+    # Steps: one thread at a time.
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests and steps."""
+        return self._death is None
+
+    def has_work(self) -> bool:
+        """Whether anything waits, runs or is in flight."""
+        return self._death is None and self._core.has_work()
+
+    def step(self) -> list[ActiveRequest]:
+        """Run one step.
+
+        Returns:
+            The requests that have news: tokens, or an end. Empty also where nothing could run.
+
+        Raises:
+            EngineDeadError: The engine does not run any more.
+        """
+        self.check_alive()
+        try:
+            return self._step()
+        except Exception as error:  # A bug, the core's or ours; or the device is gone.
+            logger.exception("the engine stops")
+            return self._die(f"the engine stopped: {error}")
+
+    def _step(self) -> list[ActiveRequest]:
+        self._plan_ahead()
+        self.ran_step = bool(self._planned)
+        if not self.ran_step:
+            return self._deliver(self._core.take_outputs())
+        planned = self._planned.popleft()
+        step = planned.sizes.step
+        try:
+            result = self._run(planned)
+        except KernelError:
+            raise
+        except Exception as error:
+            logger.exception("step %d failed and is rolled back", step)
+            return self._deliver(self._roll_back(step), failure=f"the forward pass failed: {error}")
+        except BaseException:  # Ctrl-C in the middle of a step.
+            self._deliver(self._roll_back(step))
+            raise
+        outputs = self._core.commit(step, time.monotonic_ns(), result.counts, result.tokens)
+        return self._deliver(outputs, result)
+
+    def _plan_ahead(self) -> None:
+        """Plan as many steps as may be in flight."""
+        while len(self._planned) < self._max_in_flight:
+            arena = self._spare_arena
+            sizes = self._core.plan(time.monotonic_ns(), arena.words)
+            if sizes.num_rows == 0:
+                return
+            self._planned.append(_Planned(sizes, arena))
+            self._spare_arena = self._next_arena()
+
+    def _run(self, planned: _Planned) -> SampleResult:
+        plan = planned.arena.view(planned.sizes)
+        if self._max_in_flight > 1:
+            slots, places, blocks = plan.table_edits.T
+            self._block_tables[slots, places] = blocks
+        self._sampler.apply_events(plan)
+        assert self._runner is not None, "an engine that is alive has its runner"
+        logits = self._runner.forward(plan, self._sampler.last_samples)
+        return self._sampler.sample(logits, plan)
+
+    def _roll_back(self, step: int) -> StepOutputs:
+        """The step failed, and those planned on top of it with it."""
+        self._planned.clear()
+        return self._core.fail(step, time.monotonic_ns())
+
+    def _deliver(
+        self, outputs: StepOutputs, result: SampleResult | None = None, failure: str | None = None
+    ) -> list[ActiveRequest]:
+        """Hand what a step has to say to its requests."""
+        now = time.monotonic_ns()
+        news: dict[int, ActiveRequest] = {}
+        if result is not None:
+            for scored in result.scores:
+                if (request := self._active.get(scored.request_id)) is not None:
+                    request.score(scored)
+        tokens, starts = outputs.tokens.tolist(), outputs.token_indptr.tolist()
+        for number, index, row, start, end, code, stop_token, num_cached in zip(
+            outputs.request_ids.tolist(),
+            outputs.seq_indices.tolist(),
+            outputs.source_rows.tolist(),
+            starts,
+            starts[1:],
+            outputs.finish_reasons.tolist(),
+            outputs.stop_tokens.tolist(),
+            outputs.num_cached_tokens.tolist(),
+            strict=False,
+        ):
+            request = self._active.get(number)
+            if request is None:
+                continue
+            news[number] = request
+            if index == 0:
+                request.num_cached_tokens = num_cached
+            logprobs = None
+            if result is not None and start < end:
+                logprobs = result.logprobs.get(row)
+            if code == FINISHED_BY_ERROR:
+                count = 0 if result is None or row < 0 else int(result.counts[row])
+                request.error = request.error or failure or _ROW_FAILED.get(count)
+            kept = request.take(
+                index,
+                tokens[start:end],
+                logprobs,
+                code,
+                stop_token if stop_token >= 0 else None,
+                now,
+            )
+            if kept is not None:
+                self._inbox.finish(number, index, "stop", kept)
+        for request in news.values():
+            if request.settled:
+                self._forget(request)
+            elif request.finished:
+                with self._lock:
+                    self._free_id(request)
+        return list(news.values())
+
+    def check_alive(self) -> None:
+        """Raise :class:`EngineDeadError` if the engine does not run any more."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def _die(self, why: str) -> list[ActiveRequest]:
+        """Stop for good. Returns the requests that this ended."""
+        with self._lock:
+            self._death = why
+            ended = list(self._active.values())
+            self._active.clear()
+            self._numbers_in_use.clear()
+        for request in ended:
+            request.fail(why)
+        self._planned.clear()
+        return ended
+
+    # The rest.
+
+    def shutdown(self) -> list[ActiveRequest]:
+        """End everything with ``abort`` and give the memory back. May be called again.
+
+        Returns:
+            The requests that this ended.
+        """
+        ended: list[ActiveRequest] = []
+        if self._death is None:
+            try:
+                self._core.close()
+                ended = self._deliver(self._core.take_outputs())
+            except CoreBug:
+                logger.exception("the core had a bug while it was closed")
+            ended += self._die(_SHUT_DOWN)
+        self._runner = None  # And with it the weights and the cache.
+        return ended
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for whoever cannot do without.
+
+        Raises:
+            ModelError: There is none.
+        """
+        if self.tokenizer is None:
+            raise ModelError("the engine has no tokenizer; leave out skip_tokenizer_init")
+        return self.tokenizer
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start and gauges of now, by name. Any thread may ask."""
+        return self._inbox.stats()
+
+    def timeline(self, request: ActiveRequest) -> list[dict[str, Any]]:
+        """What happened to a request, oldest first, as far as it is kept. Any thread may ask."""
+        return self._inbox.timeline(request.number)
+
+    def reset_prefix_cache(self) -> None:
+        """Match nothing that is cached now any more, with requests running too."""
+        self.check_alive()
+        self._core.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Prove the core's invariants, in time that grows with the pool.
+
+        Raises:
+            CoreBug: One is broken.
+        """
+        self._core.check()

@@ -1,0 +1,318 @@
+"""Offline use: a list of prompts in, a list of answers out.
+
+::
+
+    with LLM("smollm2") as llm:
+        outputs = llm.generate(["Hello,", "The capital of France is"], SamplingParams(max_tokens=8))
+        print(outputs[0].outputs[0].text)
+
+The steps run in the caller's thread; there is no other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
+
+from fastserve.config import EngineConfig, EngineOptions
+from fastserve.errors import EngineDeadError, RequestError
+from fastserve.extras import require_torch
+from fastserve.interrupts import deferred_interrupts
+from fastserve.progress import LoadingBar, generating
+from fastserve.prompts import Prompt, Prompts, as_list
+from fastserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from fastserve.active_request import ActiveRequest
+    from fastserve.engine import Engine
+    from fastserve.outputs import RequestOutput
+    from fastserve.text.tokenizer import Tokenizer
+
+__all__ = ["LLM"]
+
+Message: TypeAlias = Mapping[str, Any]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One prompt of a batch."""
+
+    prompt: Prompt
+    params: SamplingParams
+    priority: int
+
+
+class LLM:
+    """A model and an engine for batches of prompts.
+
+    Several may live in one process. One thread at a time generates; a second one waits. Used as a
+    context manager, it is shut down at the end of the block.
+
+    Args:
+        model: A folder, a GGUF file, a hub id or ``smollm2``.
+        progress: Show a bar while loading; by default where stderr is a terminal. A callable is the
+            caller's own bar: it gets bytes done and bytes in all.
+        options: The fields of :class:`fastserve.config.EngineConfig`.
+
+    Raises:
+        ModelError: There is no such model, or it cannot be run.
+        ConfigError: Names every bad option.
+        TypeError: An option that is not known, with the nearest that is.
+        ImportError: torch is not installed; says how to install it.
+    """
+
+    def __init__(
+        self, model: str | Path, *, progress: LoadingBar = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        config = EngineConfig.from_keywords("LLM", dict(options))
+        require_torch("LLM")
+        from fastserve.engine import Engine  # Late: it imports torch.
+
+        self._set_up(Engine.load(model, config, progress=progress))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """Take over an engine that is ready."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine)
+        return llm
+
+    def _set_up(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stepping = threading.RLock()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself, for those who step it by hand."""
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's.
+
+        Raises:
+            ModelError: ``skip_tokenizer_init`` left it out.
+        """
+        return self._engine.require_tokenizer()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output, in force."""
+        return self._engine.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts.
+
+        Args:
+            prompts: Text, token ids, a dict with ``prompt`` or ``prompt_token_ids``, or a list of
+                these.
+            sampling_params: For all prompts, or one for each. ``SamplingParams()`` where left out.
+            priority: Under the ``priority`` policy lower numbers run first; one for each, or for
+                all.
+            progress: Show a bar; by default where stderr is a terminal.
+
+        Returns:
+            One output a prompt, in order.
+
+        Raises:
+            RequestError: A prompt is refused; nothing of the batch goes on.
+            EngineDeadError: The engine does not run any more.
+            KeyboardInterrupt: Ctrl-C, within a step. The batch is aborted; the engine is usable.
+        """
+        given = as_list(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(given))
+        priorities = _one_each("priority", priority, len(given))
+        jobs = [_Job(*job) for job in zip(given, params, priorities, strict=True)]
+        num_tokens = num_finished = 0
+        with (
+            self._stepping,
+            generating(len(jobs), progress) as advance,
+            _Batch(self._engine, jobs) as batch,
+        ):
+            while not batch.finished:
+                for request in batch.step():
+                    if request.finished:
+                        num_finished += 1
+                        num_tokens += request.num_generation_tokens
+                advance(num_finished, num_tokens)
+        return [request.output() for request in batch.requests]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt, and give its output so far after every step that had news of it.
+
+        Closing the iterator aborts the request. Raises what :meth:`generate` raises.
+        """
+        job = _Job(prompt, sampling_params or SamplingParams(), priority)
+        with self._stepping, _Batch(self._engine, [job]) as batch:
+            (request,) = batch.requests
+            is_complete = False
+            while not is_complete:
+                # It may have been finished by another batch, generated between two outputs.
+                has_news = batch.finished or request in batch.step()
+                if has_news:
+                    is_complete = request.finished
+                    yield request.output()
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them, by the model's chat template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` each.
+            sampling_params: As for :meth:`generate`.
+            add_generation_prompt: End the prompt where the assistant's answer begins.
+            continue_final_message: The last message is the beginning of the answer.
+            tools: Described to the model, where its template can.
+            chat_template_kwargs: Further variables of the template.
+            priority: As for :meth:`generate`.
+            progress: As for :meth:`generate`.
+
+        Raises:
+            ModelError: The model has no chat template.
+        """
+        tokenizer = self._engine.require_tokenizer()
+        is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_single else messages
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **({} if tools is None else {"tools": tools}),
+            **(chat_template_kwargs or {}),
+        }
+        prompts: list[Prompt] = [
+            tokenizer.apply_chat_template(conversation, **options) for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, priority=priority, progress=progress)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start and gauges of now, by name.
+
+        ``num_preemptions``, ``num_recomputed_tokens``, ``prefix_cache_hits`` and so on; the pool's
+        ``free``, ``held``, ``cached`` and ``capacity`` blocks.
+        """
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that is cached."""
+        with self._stepping:
+            self._engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Give the memory back. May be called again; generating is an error from then on."""
+        with self._stepping:
+            self._engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+class _Batch:
+    """Some jobs, from the first submitted to the last settled.
+
+    On the way out all its blocks are back, whatever happened; what has not finished is aborted.
+    """
+
+    def __init__(self, engine: Engine, jobs: Sequence[_Job]) -> None:
+        self.requests: list[ActiveRequest] = []
+        self._engine = engine
+        self._waiting = deque(jobs)
+
+    def __enter__(self) -> Self:
+        try:
+            with deferred_interrupts():
+                self._submit()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every job has its answer."""
+        return not self._waiting and all(request.finished for request in self.requests)
+
+    def step(self) -> list[ActiveRequest]:
+        """Run one step. Returns the requests that have news."""
+        with deferred_interrupts():
+            news = self._engine.step()
+            if not self._engine.is_alive:
+                raise EngineDeadError(
+                    next((r.error for r in news if r.error), "the engine stopped")
+                )
+            self._submit()
+        return news
+
+    def _end(self) -> None:
+        """Abort what has not finished, and step until the core has heard of every end."""
+        with deferred_interrupts():
+            self._waiting.clear()
+            for request in self.requests:
+                if not request.finished:
+                    self._engine.abort(request)
+            while self._engine.is_alive and not all(r.settled for r in self.requests):
+                self._engine.step()
+
+    def _submit(self) -> None:
+        """Queue as many jobs as the queue takes. The rest follow when it has room again."""
+        while self._waiting:
+            job = self._waiting[0]
+            try:
+                request = self._engine.submit(job.prompt, job.params, priority=job.priority)
+            except RequestError as error:
+                if error.code in {"queue_full", "queue_tokens_full"} and self.requests:
+                    return
+                raise
+            self.requests.append(request)
+            self._waiting.popleft()
+
+
+def _one_each(name: str, value: Any, num: int) -> list[Any]:
+    """`value` for each of `num` prompts, or its own items if it is a list."""
+    if not isinstance(value, Sequence):
+        return [value] * num
+    if len(value) != num:
+        raise ValueError(
+            f"{len(value)} {name} for {num} prompts; want one for each, or one for all"
+        )
+    return list(value)
