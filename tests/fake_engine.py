@@ -75,12 +75,13 @@ class FakeEngine:
         self.model_name = "fake"
         self.max_model_len = 512
         self.scripts = dict(scripts or {})
+        self.tokenizer = FakeTokenizer()
         self._changed = threading.Condition()
         self.reset()
 
     def reset(self) -> None:
         """As new."""
-        self.tokenizer = FakeTokenizer()
+        self.tokenizer.has_chat_template = True
         self.is_running = True
         self.gate = asyncio.Event()
         self.gate.set()

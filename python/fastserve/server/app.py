@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from fastserve.errors import ModelError
 from fastserve.server.answers import Answers, ChatAnswers, CompletionAnswers
 from fastserve.server.errors import ApiError, as_api_error
 from fastserve.server.generation import Generation, check_model, read_job
@@ -25,6 +26,7 @@ from fastserve.server.requests import ChatRequest, CompletionRequest, Generation
 
 if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
+    from fastserve.text.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
 
@@ -36,8 +38,14 @@ def create_app(engine: AsyncEngine, *, served_model_name: Sequence[str] = ()) ->
         engine: Running; stays the caller's.
         served_model_name: Names that requests may give as ``model``; answers carry the first one.
             By default the model's own name.
+
+    Raises:
+        ModelError: The engine has no tokenizer.
     """
-    api = _Api(engine, tuple(served_model_name) or (engine.model_name,))
+    if engine.tokenizer is None:
+        raise ModelError("the server needs the model's tokenizer; leave out skip_tokenizer_init")
+    names = tuple(served_model_name) or (engine.model_name,)
+    api = _Api(engine, engine.tokenizer, names)
     app = FastAPI(title="fastserve", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
@@ -53,8 +61,9 @@ def create_app(engine: AsyncEngine, *, served_model_name: Sequence[str] = ()) ->
 class _Api:
     """The routes over one engine."""
 
-    def __init__(self, engine: AsyncEngine, names: tuple[str, ...]) -> None:
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, names: tuple[str, ...]) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer
         self._names = names
         self._created = int(time.time())
 
@@ -83,10 +92,10 @@ class _Api:
     async def _generate(
         self, request: Request, kind: type[GenerationRequest], shape: type[Answers]
     ) -> Response:
-        job = await read_job(self._engine, self._names, request, kind)
+        job = await read_job(request, kind, self._tokenizer, self._names)
         answers = shape(
             self._names[0],
-            self._engine.tokenizer.table,
+            self._tokenizer.table,
             job.params,
             usage_in_stream=job.request.usage_in_stream,
         )

@@ -13,7 +13,7 @@ import logging
 import re
 from typing import Any
 
-from fastserve.errors import FastserveError, ModelError
+from fastserve.errors import EngineDeadError, FastserveError, ModelError
 
 __all__ = ["ApiError", "as_api_error"]
 
@@ -75,6 +75,8 @@ def as_api_error(error: Exception, *, prompt_param: str | None = None) -> ApiErr
     if isinstance(error, FastserveError) and status is not None:  # RequestError, ParameterError
         param = prompt_param if code in _ABOUT_THE_PROMPT else _named(message)
         return ApiError(status, message, param=param, code=code)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, f"{message}; restart the server", code="engine_stopped")
     if isinstance(error, ModelError):
         return ApiError(400, message, param=prompt_param, code="unsupported_by_model")
     if isinstance(error, FastserveError) and not isinstance(error, RuntimeError):

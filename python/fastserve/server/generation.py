@@ -33,6 +33,7 @@ from fastserve.server.streams import ClientGone, EventStream, merged, unless_gon
 if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
     from fastserve.outputs import RequestOutput
+    from fastserve.text.tokenizer import Tokenizer
 
     Outputs: TypeAlias = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -59,7 +60,10 @@ class Job:
 
 
 async def read_job(
-    engine: AsyncEngine, names: tuple[str, ...], request: Request, kind: type[GenerationRequest]
+    request: Request,
+    kind: type[GenerationRequest],
+    tokenizer: Tokenizer,
+    names: tuple[str, ...],
 ) -> Job:
     """Read, check and tokenise a request in a worker thread.
 
@@ -79,7 +83,7 @@ async def read_job(
         parsed = parse(kind, body)
         check_model(parsed.model, names)
         params = parsed.sampling_params()
-        return Job(request=parsed, prompts=_token_ids(engine, parsed), params=params)
+        return Job(request=parsed, prompts=_token_ids(tokenizer, parsed), params=params)
 
     try:
         return await asyncio.to_thread(read)
@@ -98,13 +102,13 @@ def check_model(name: str | None, names: tuple[str, ...]) -> None:
         )
 
 
-def _token_ids(engine: AsyncEngine, request: GenerationRequest) -> list[list[int]]:
+def _token_ids(tokenizer: Tokenizer, request: GenerationRequest) -> list[list[int]]:
     if isinstance(request, ChatRequest):
         messages = [message.as_template_takes_it() for message in request.messages]
-        return [engine.tokenizer.apply_chat_template(messages)]
+        return [tokenizer.apply_chat_template(messages)]
     assert isinstance(request, CompletionRequest)
     return [
-        engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         for prompt in request.prompts()
     ]
 

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -57,26 +57,24 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(
-    app: FastAPI, engine: AsyncEngine, place: socket.socket, *, shutdown_timeout_s: float = 30.0
+    app: FastAPI,
+    engine: AsyncEngine,
+    place: socket.socket,
+    *,
+    shutdown_timeout_s: float = 30.0,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve `app` on `place` until a signal comes. Returns the number of the first one.
 
-    Call it in the main thread. The engine is shut down at the latest when this returns.
+    Call it in the main thread. The engine is shut down when this returns.
+
+    Args:
+        app: Over `engine`.
+        engine: What is shut down.
+        place: From :func:`bind`.
+        shutdown_timeout_s: How long running requests get at SIGTERM.
+        on_ready: Called when connections are taken.
     """
-    return asyncio.run(_run(app, engine, place, shutdown_timeout_s))
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: it would raise the signal again at the end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _run(
-    app: FastAPI, engine: AsyncEngine, place: socket.socket, shutdown_timeout_s: float
-) -> int:
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -84,7 +82,26 @@ async def _run(
         lifespan="off",
         timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
     )
-    server = _Server(config)
+    return asyncio.run(_run(_Server(config, on_ready), engine, place))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: it would raise the signal again at the end."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(server: _Server, engine: AsyncEngine, place: socket.socket) -> int:
     first_signal = 0
     stopping: asyncio.Future[None] | None = None
     loop = asyncio.get_running_loop()

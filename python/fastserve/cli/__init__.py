@@ -1,0 +1,56 @@
+"""``fastserve``: the command line. Parses, prints, exits; the work is on the floors below.
+
+==== =========================================================================================
+exit meaning
+==== =========================================================================================
+0    It did what was asked.
+1    It could not: the device failed, the port is taken, an extra is missing.
+2    It was asked wrongly: an unknown flag, a value out of range, a model that is not there.
+130  Ctrl-C.
+141  Whoever read the output went away (``fastserve generate … | head -1``).
+==== =========================================================================================
+
+An error is one line on stderr, ``error: …``, with the value, the limit and the remedy. A traceback
+is a bug.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from fastserve.cli.commands import app
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+READER_GONE = 141
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        from fastserve.cli.commands import run  # Late: an early Ctrl-C is no traceback either.
+
+        code = run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        # From here on another Ctrl-C kills at once, instead of interrupting the clean-up loudly.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more when it exits; let it have something that takes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = READER_GONE
+    sys.exit(code)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        from fastserve.cli.commands import app
+
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,71 @@
+"""What the commands print besides their answer: errors, the loading bar, notes. All on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fastserve.errors import FastserveError
+
+__all__ = [
+    "CommandError",
+    "CommandFailed",
+    "one_line_errors",
+    "print_error",
+    "print_note",
+    "stderr",
+]
+
+FAILED = 1
+BAD_INPUT = 2
+
+stderr = Console(stderr=True, highlight=False)
+
+
+class CommandError(Exception):
+    """The command line was used in a way that cannot work; the message says what to do."""
+
+
+class CommandFailed(Exception):
+    """What was asked for could not be done; the message says why."""
+
+
+def print_error(message: str) -> None:
+    """One line, whatever the terminal's width: it may be searched for, or copied."""
+    line = " ".join(message.split())
+    stderr.print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
+
+
+def print_note(message: str) -> None:
+    """A dim line beside the answer."""
+    stderr.print(Text(message, style="dim"), soft_wrap=True)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what a user can mend into one line and an exit code. A bug keeps its traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except CommandError as error:
+        print_error(str(error))
+        raise typer.Exit(BAD_INPUT) from None
+    except CommandFailed as error:
+        print_error(str(error))
+        raise typer.Exit(FAILED) from None
+    except FastserveError as error:
+        # A caller's mistake, or a failure at run time.
+        print_error(str(error))
+        raise typer.Exit(FAILED if isinstance(error, RuntimeError) else BAD_INPUT) from None
+    except (ImportError, OSError) as error:
+        # A missing extra, a full disk, a port in use.
+        print_error(str(error))
+        raise typer.Exit(FAILED) from None
+    except MemoryError:
+        print_error("out of memory; choose a smaller model, --num-blocks or --max-model-len")
+        raise typer.Exit(FAILED) from None

@@ -1,0 +1,214 @@
+"""What this machine and this installation can do, and what is wrong with them.
+
+:func:`examine` looks; it needs no model. What it finds is plain text in sections, so that it can be
+printed, or sent along with a bug report as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastserve import _core, host
+
+__all__ = ["Report", "Section", "examine"]
+
+_GIB = 2**30
+
+# Flags of /proc/cpuinfo that say which kernels can run, by the name that people know.
+_INSTRUCTION_SETS = {
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "avx512f": "AVX-512F",
+    "avx512bw": "AVX-512BW",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_tile": "AMX",
+    "amx_bf16": "AMX-BF16",
+    "asimd": "NEON",
+    "bf16": "BF16",
+    "sve": "SVE",
+}
+_EXTRAS = {
+    "torch": (("torch",), "run models"),
+    "server": (("fastapi", "uvicorn"), "fastserve serve"),
+}
+_LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading and its lines."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        sections: In the order to be printed.
+        problems: One sentence each, with the remedy. Empty if all is well.
+    """
+
+    sections: list[Section] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        found: dict[str, object] = {section.title: dict(section.lines) for section in self.sections}
+        return {**found, "problems": self.problems}
+
+
+def examine() -> Report:
+    """Look at everything. Takes a second or two, because torch is imported."""
+    report = Report()
+    for title, look in (
+        ("versions", _versions),
+        ("processor", _processor),
+        ("memory", _memory),
+        ("number formats", _formats),
+        ("models", _models),
+    ):
+        report.sections.append(Section(title, tuple(look(report.problems))))
+    report.problems.extend(_strangers())
+    return report
+
+
+def _versions(problems: list[str]) -> Iterator[tuple[str, str]]:
+    yield "fastserve", f"{_core.__version__} ({Path(__file__).parent})"
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    found = {name: _version(name) for name in _LIBRARIES}
+    yield "libraries", ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    for extra, (names, purpose) in _EXTRAS.items():
+        missing = [name for name in names if _version(name) is None]
+        if not missing:
+            yield f"extra {extra}", "installed"
+            continue
+        remedy = f"pip install '{_core.DISTRIBUTION}[{extra}]'"
+        yield f"extra {extra}", f"not installed: no {', '.join(missing)}"
+        problems.append(f"the extra {extra} ({purpose}) is not installed; {remedy}")
+
+
+def _processor(problems: list[str]) -> Iterator[tuple[str, str]]:
+    cpu, cpus = _cpuinfo(), host.cpus()
+    yield "name", cpu.get("model name", platform.processor() or "unknown")
+    flags = cpu.get("flags", cpu.get("Features", "")).split()
+    sets = [name for flag, name in _INSTRUCTION_SETS.items() if flag in flags]
+    yield "instruction sets", ", ".join(sets) or "none that matter"
+    chosen = os.environ.get("FASTSERVE_CPU_ISA")
+    if chosen and chosen not in _core.cpu.available_isas():
+        problems.append(
+            f"FASTSERVE_CPU_ISA={chosen}: this machine has {', '.join(_core.cpu.available_isas())}"
+        )
+    others = [isa for isa in _core.cpu.available_isas() if isa != _core.cpu.detect_isa()]
+    path = chosen or _core.cpu.detect_isa()
+    yield "kernels", f"{path} (also built: {', '.join(others)})" if others else path
+    yield "cores", f"{cpus.num_online} online, {cpus.num_allowed} allowed to this process"
+    quota = "none" if cpus.quota is None else f"{cpus.quota:g} cores"
+    yield "container limit", quota
+    yield "threads", f"{cpus.num_usable} (--num-threads)"
+
+
+def _memory(problems: list[str]) -> Iterator[tuple[str, str]]:
+    memory = host.memory()
+    yield "total", f"{memory.total_bytes / _GIB:.1f} GiB"
+    yield "available", f"{memory.available_bytes / _GIB:.1f} GiB"
+    limit = memory.limit_bytes
+    yield "container limit", "none" if limit is None else f"{limit / _GIB:.1f} GiB"
+    yield "process limits", _process_limits()
+    yield "default KV cache", f"up to {memory.available_bytes / 4 / _GIB:.1f} GiB (--num-blocks)"
+    if memory.available_bytes < _GIB:
+        problems.append(
+            f"{memory.available_bytes / _GIB:.1f} GiB of memory is available; "
+            "smollm2 takes about 1 GiB"
+        )
+
+
+def _formats(problems: list[str]) -> Iterator[tuple[str, str]]:
+    from fastserve.models.tensors import COMMON_FORMATS
+
+    flags = _cpuinfo().get("flags", "").split()
+    has_bfloat16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    yield "float32", "computed natively"
+    yield (
+        "bfloat16",
+        "computed natively"
+        if has_bfloat16
+        else "computed through float32: this processor has no bfloat16 instructions",
+    )
+    read = [name for name in COMMON_FORMATS if name not in ("F32", "BF16")]
+    yield "file formats", f"{', '.join(read)}: converted to --dtype when loaded"
+    yield "KV cache", "float32, bfloat16 (--kv-cache-dtype)"
+
+
+def _models(problems: list[str]) -> Iterator[tuple[str, str]]:
+    from fastserve.errors import ModelError
+    from fastserve.models.resolve import resolve
+
+    try:
+        yield "smollm2", str(resolve("smollm2").path)
+    except ModelError as error:
+        yield "smollm2", str(error).partition("; ")[0]
+        problems.append(str(error))
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    yield "hub", "offline (HF_HUB_OFFLINE)" if offline else "asked for ids that are not cached"
+
+
+def _strangers() -> Iterator[str]:
+    """Other packages called ``fastserve`` that may be taken for this one."""
+    ours = Path(__file__).resolve().parent
+    remedy = f"pip uninstall fastserve, then pip install --force-reinstall {_core.DISTRIBUTION}"
+    for name in sorted(set(importlib.metadata.packages_distributions().get("fastserve", ()))):
+        if name.lower().replace("_", "-") != _core.DISTRIBUTION:
+            yield f"another project's distribution {name!r} has the same import name; {remedy}"
+    for entry in sys.path:
+        folder = Path(entry or ".") / "fastserve"
+        for found in (folder / "__init__.py", folder.with_suffix(".py")):
+            if found.is_file() and found.resolve().parent != ours:
+                yield f"{found} can be imported instead of {ours}; rename it, or leave that folder"
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's lines of /proc/cpuinfo; empty where there is no such file."""
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _process_limits() -> str:
+    """Limits that the shell sets (``ulimit``) and that loading a model can meet."""
+    try:
+        import resource
+    except ImportError:
+        return "unknown"
+    found = []
+    for name, kind in (("address space", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            found.append(f"{name} {soft / _GIB:.1f} GiB")
+    return ", ".join(found) or "none"
+
+
+def _version(name: str) -> str | None:
+    """Of a distribution that can be imported, ``None`` if it cannot."""
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
