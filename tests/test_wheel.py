@@ -208,12 +208,13 @@ def test_foreign_package_of_the_same_name_is_named(installed: Installed) -> None
     ours = front.read_text()
     front.write_text(FOREIGN)
     try:
-        for module in ("core", "llm", "cli"):
-            done = installed.python(f"import fastserve.{module}")
-            assert done.returncode != 0
+        imports = [installed.python(f"import fastserve.{name}") for name in ("core", "llm")]
+        for done in (*imports, installed.run("fastserve", "doctor")):
+            assert done.returncode == 1
             last = done.stderr.strip().splitlines()[-1]
             assert "pip uninstall fastserve" in last
             assert PROJECT["name"] in last
+        assert len(done.stderr.splitlines()) == 1
     finally:
         front.write_text(ours)
 

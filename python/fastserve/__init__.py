@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fastserve._shadow import warn_of_other_distribution
+
 if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
     from fastserve.engine import Engine
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from fastserve.llm import LLM
     from fastserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from fastserve.sampling_params import ParameterError, SamplingParams
+
+warn_of_other_distribution()
 
 __all__ = [
     "LLM",
