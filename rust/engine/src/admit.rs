@@ -2,7 +2,8 @@
 //!
 //! A sequence is admitted when the pool has room for all the tokens it has, beside what the running
 //! ones still need for theirs and the watermark. Nothing else running, it is admitted with what there
-//! is. The order is strict: the first that does not fit ends the pass, so nobody is overtaken for being
+//! is. One that was preempted waits until another sequence has ended, since nothing else brings its
+//! memory back: between two endings each sequence is preempted once at most. The order is strict: the first that does not fit ends the pass, so nobody is overtaken for being
 //! large. Only two kinds step aside: one whose next block another row of this step computes (it
 //! would do the same work), and a long prompt when long prompts have had their share.
 
@@ -70,6 +71,10 @@ impl Core {
         {
             return Verdict::Stop;
         }
+        let alone = self.service.is_empty() && self.scratch.joining.is_empty();
+        if state.preempted_at == Some(self.num_endings) && !alone {
+            return Verdict::Stop;
+        }
         let limit = match_limit(state, request.score_prompt);
         let key = SeqKey {
             namespace: request.namespace,
@@ -91,7 +96,6 @@ impl Core {
         }
         let needed = blocks - probe.num_blocks as usize;
         let available = self.kv.available() - probe.num_cached as usize;
-        let alone = self.service.is_empty() && self.scratch.joining.is_empty();
         let fits = if alone {
             available > 0
         } else {
@@ -217,9 +221,11 @@ impl Core {
             let (slot, sibling) = self.scratch.joining[at];
             let key = self.sequences[self.rows[slot.index()].sequence].key;
             self.service.insert(key, slot);
-            let Self { kv, order, .. } = self;
+            let Self { kv, order, rows, config, .. } = self;
             order.insert(slot, sibling, |a, b| {
-                kv.num_shared_leading(a, b, usize::MAX) as u32
+                // Whole blocks only: a partial one is about to be copied.
+                let computed = rows[a.index()].num_computed.min(rows[b.index()].num_computed);
+                kv.num_shared_leading(a, b, (computed / config.block_size) as usize) as u32
             });
         }
         self.scratch.joining.clear();

@@ -95,6 +95,8 @@ pub struct Core {
     pub(crate) next_order: u64,
     pub(crate) num_queued_requests: usize,
     pub(crate) num_queued_tokens: u64,
+    /// Sequences that have ended: what frees memory for those that were preempted.
+    pub(crate) num_endings: u64,
 
     pub(crate) rows: Vec<Row>,
     pub(crate) names: Vec<RowName>,
@@ -179,6 +181,7 @@ impl Core {
             next_order: 0,
             num_queued_requests: 0,
             num_queued_tokens: 0,
+            num_endings: 0,
             rows: vec![Row::EMPTY; slots],
             names: vec![RowName::default(); slots],
             free_slots: (0..slots as u32).rev().map(RowSlot).collect(),
@@ -287,7 +290,8 @@ impl Core {
         for id in ids {
             self.abort_now(id);
         }
-        self.settle_leaving(None);
+        self.purge();
+        self.settle_leaving(self.oldest_in_flight());
         self.publish();
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use fastserve_base::{
     CoreConfig, FinishReason, Nanos, Request, RequestError, RequestId, SeqId, StepId, Token,
 };
-use hashbrown::HashSet;
+use hashbrown::HashMap;
 use rustc_hash::FxBuildHasher;
 
 use crate::outputs::{Lifecycle, Stats, StepRecord, TimelineEvent};
@@ -51,7 +51,8 @@ pub(crate) struct Shared {
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) commands: Vec<Command>,
-    pub(crate) ids: HashSet<RequestId, FxBuildHasher>,
+    /// Live requests, and how many sequences each has.
+    pub(crate) ids: HashMap<RequestId, u32, FxBuildHasher>,
     pub(crate) lifecycle: Lifecycle,
     /// As of the last plan or commit.
     pub(crate) stats: Stats,
@@ -105,7 +106,7 @@ impl Shared {
             lowered_by_pool,
             state: Mutex::new(State {
                 commands: Vec::with_capacity(queued + live),
-                ids: HashSet::with_capacity_and_hasher(2 * live, FxBuildHasher),
+                ids: HashMap::with_capacity_and_hasher(2 * live, FxBuildHasher),
                 lifecycle: Lifecycle::Running,
                 stats: Stats::default(),
                 num_queued_requests: 0,
@@ -169,13 +170,14 @@ impl Inbox {
         validate(&self.shared.config, self.shared.lowered_by_pool, &request)?;
         let submission = Box::new(Submission::new(request, self.shared.config.max_model_len));
         let id = submission.request.id;
+        let num_sequences = submission.request.num_sequences;
         let num_tokens = submission.tokens.len() as u64;
 
         let mut state = self.shared.state();
         state.admit(&self.shared.config, id, num_tokens)?;
         state.num_new_requests += 1;
         state.num_new_tokens += num_tokens;
-        state.ids.insert(id);
+        state.ids.insert(id, num_sequences);
         state.commands.push(Command::Submit(submission));
         let retired = if state.retired.is_empty() {
             Vec::new()
@@ -192,7 +194,7 @@ impl Inbox {
     /// request is live.
     pub fn abort(&self, id: RequestId) -> bool {
         let mut state = self.shared.state();
-        let live = state.ids.contains(&id);
+        let live = state.ids.contains_key(&id);
         if live {
             state.commands.push(Command::Abort(id));
         }
@@ -201,11 +203,11 @@ impl Inbox {
 
     /// End one sequence on behalf of the text side (a stop string), at the next plan.
     ///
-    /// `num_tokens_kept` is how many of its output tokens count. False: no such request is live. A
+    /// `num_tokens_kept` is how many of its output tokens count. False: no such sequence is live. A
     /// sequence that ended by itself in the meantime keeps its own reason.
     pub fn finish(&self, seq: SeqId, reason: FinishReason, num_tokens_kept: u32) -> bool {
         let mut state = self.shared.state();
-        let live = state.ids.contains(&seq.request);
+        let live = state.ids.get(&seq.request).is_some_and(|&count| seq.index < count);
         if live {
             state.commands.push(Command::Finish {
                 seq,
@@ -218,7 +220,7 @@ impl Inbox {
 
     /// Whether the request has not ended.
     pub fn is_live(&self, id: RequestId) -> bool {
-        self.shared.state().ids.contains(&id)
+        self.shared.state().ids.contains_key(&id)
     }
 
     /// Counters and gauges as of the last plan or commit; the queue as of now.
@@ -272,7 +274,7 @@ impl State {
                 state: self.lifecycle.name(),
             });
         }
-        if self.ids.contains(&id) {
+        if self.ids.contains_key(&id) {
             return Err(RequestError::DuplicateRequest { id });
         }
         let queued_tokens = self.stats.num_queued_tokens + self.num_new_tokens;

@@ -102,6 +102,7 @@ impl Core {
             status: Status::Waiting,
             key: OrderKey::new(state.rank, state.order, index),
             high_water: 0,
+            preempted_at: None,
             num_failures: 0,
             num_cached_tokens: None,
             follows: false,
@@ -274,6 +275,7 @@ impl Core {
     }
 
     fn count_end(&mut self, reason: FinishReason) {
+        self.num_endings += 1;
         let counter = match reason {
             FinishReason::Stop => &mut self.stats.num_finished_stop,
             FinishReason::Length => &mut self.stats.num_finished_length,

@@ -130,7 +130,7 @@ impl Core {
             let take = row
                 .remaining()
                 .min(pass.budget.extension_room(row.take))
-                .min(self.output_room(pass, slot).saturating_sub(row.take))
+                .min(self.output_room(pass, slot))
                 .min(self.tokens_that_fit(slot));
             if take > 0 {
                 pass.budget.take_chunk(take, false);
@@ -159,13 +159,20 @@ impl Core {
     /// Tokens that the table and the blocks to be had have room for.
     fn tokens_that_fit(&self, slot: RowSlot) -> u32 {
         let row = &self.rows[slot.index()];
-        let mut available = self.kv.available();
-        if row.has(flags::FORKED) {
-            available = available.saturating_sub(1);
-        }
+        let copies = usize::from(self.copies_tail(slot));
+        let available = self.kv.available().saturating_sub(copies);
         let blocks = self.kv.num_blocks_of(slot) + available;
         let tokens = blocks as u64 * u64::from(self.config.block_size);
         (tokens - u64::from(row.num_computed)).min(u64::from(u32::MAX)) as u32
+    }
+
+    /// Whether the row's next token goes into a block that forks still share.
+    fn copies_tail(&self, slot: RowSlot) -> bool {
+        let row = &self.rows[slot.index()];
+        let index = (row.num_computed / self.config.block_size) as usize;
+        row.has(flags::FORKED)
+            && index < self.kv.num_blocks_of(slot)
+            && self.kv.num_uses(slot, index) > 1
     }
 
     /// Blocks still to come for the tokens that the row has.
@@ -189,8 +196,7 @@ impl Core {
             let row = &self.rows[slot.index()];
             let in_table = self.kv.num_blocks_of(slot) as u32 * self.config.block_size;
             let fits_table = in_table > row.num_computed;
-            let copies = row.has(flags::FORKED) && fits_table;
-            let needed = usize::from(!fits_table) + usize::from(copies);
+            let needed = usize::from(!fits_table) + usize::from(self.copies_tail(slot));
             let available = self.kv.available();
             if available >= needed {
                 return take > 0;
@@ -258,6 +264,7 @@ impl Core {
         let sequence = &mut self.sequences[row.sequence];
         sequence.high_water = sequence.high_water.max(row.num_computed);
         sequence.status = Status::Settling(slot);
+        sequence.preempted_at = Some(self.num_endings);
         let seq = sequence.id;
         pass.num_preempted += 1;
         self.stats.num_preemptions += 1;
@@ -269,7 +276,7 @@ impl Core {
             },
         );
         self.leave(slot);
-        self.settle_leaving(self.oldest_in_flight());
+        self.settle_leaving(Some(self.oldest_in_flight().unwrap_or(pass.step)));
     }
 
     /// Match again at a block boundary, and wait if the next block is being computed by another row
@@ -366,9 +373,13 @@ impl Core {
 
     /// Give the row `take` tokens: blocks for them, a copy of a shared tail, and what they complete.
     pub(crate) fn take_tokens(&mut self, pass: &mut Pass<'_>, slot: RowSlot, take: u32) {
-        self.own_tail(slot);
+        self.own_tail(pass, slot);
         let block_size = self.config.block_size;
         let row = &mut self.rows[slot.index()];
+        if row.has(flags::SCORE) {
+            // Every token has an output row; one of them is the row's own.
+            pass.budget.take_outputs(take - u32::from(row.take == 0));
+        }
         row.scheduled_in = pass.step.0 as u32;
         row.take += take;
         row.num_computed += take;
@@ -387,7 +398,7 @@ impl Core {
     }
 
     /// Before a row writes into a block that forks share: make it its own.
-    fn own_tail(&mut self, slot: RowSlot) {
+    fn own_tail(&mut self, pass: &Pass<'_>, slot: RowSlot) {
         let row = &mut self.rows[slot.index()];
         if !row.has(flags::FORKED) {
             return;
@@ -408,6 +419,20 @@ impl Core {
                 (source.0, destination.0)
             };
             self.scratch.copies.push(copy);
+            self.pin_forks(pass.step, slot);
+        }
+    }
+
+    /// The copy names its source in this step, so those that still hold it stay until it commits.
+    fn pin_forks(&mut self, step: StepId, slot: RowSlot) {
+        let request = self.sequences[self.rows[slot.index()].sequence].request;
+        let mut next = self.requests[request].first_sequence;
+        while let Some(sequence) = next {
+            let state = &self.sequences[sequence];
+            if let Status::Running(sibling) = state.status {
+                self.rows[sibling.index()].last_step = step;
+            }
+            next = state.next_sibling;
         }
     }
 

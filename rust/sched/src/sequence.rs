@@ -63,6 +63,8 @@ pub struct Sequence {
     pub key: OrderKey,
     /// Most tokens it was ever computed to: what is computed below is computed again.
     pub high_water: u32,
+    /// How many sequences had ended when it was preempted last.
+    pub preempted_at: Option<u64>,
     /// Steps in a row that failed under it.
     pub num_failures: u32,
     /// Prompt tokens matched when it was first admitted; `None` before.

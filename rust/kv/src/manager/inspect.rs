@@ -24,6 +24,11 @@ impl KvManager {
         &self.tables[slot.index() * self.max_blocks_per_seq..][..self.num_blocks_of(slot)]
     }
 
+    /// Uses of the block at `index` of `slot`: more than one, and others hold it too.
+    pub fn num_uses(&self, slot: RowSlot, index: usize) -> u32 {
+        self.pool.num_uses(BlockId(self.table(slot)[index] as u32))
+    }
+
     /// Leading blocks of `slot` that are in the tree.
     pub fn num_shared(&self, slot: RowSlot) -> usize {
         self.slots[slot.index()].num_shared as usize
@@ -61,35 +66,24 @@ impl KvManager {
         self.num_evicted
     }
 
-    /// Leading blocks, at most `limit`, that the tables of `a` and `b` have in common.
-    ///
-    /// O(log blocks) where both share through the tree, O(blocks) after that.
+    /// Leading blocks, at most `limit`, that the tables of `a` and `b` have in common. O(log blocks).
     pub fn num_shared_leading(&self, a: RowSlot, b: RowSlot, limit: usize) -> usize {
-        let limit = limit.min(self.num_blocks_of(a)).min(self.num_blocks_of(b));
-        let (left, right) = (&self.table(a)[..limit], &self.table(b)[..limit]);
-        if left.first() != right.first() {
-            return 0;
+        let (a, b) = (self.table(a), self.table(b));
+        let (mut num_equal, mut end) = (0, limit.min(a.len()).min(b.len()));
+        // Most often the tables part at once, or not at all.
+        if end > 0 && a[0] == b[0] {
+            num_equal = if a[end - 1] == b[end - 1] { end } else { 1 };
         }
-        // Equal nodes have equal paths, so in this part one comparison tells of all before it.
-        let num_nodes = self.num_shared(a).min(self.num_shared(b)).min(limit);
-        let (mut equal, mut end) = (0, num_nodes);
-        while equal < end {
-            let middle = end - (end - equal) / 2;
-            if left[middle - 1] == right[middle - 1] {
-                equal = middle;
+        // Tables that share a block agree on all before it.
+        while 0 < num_equal && num_equal < end {
+            let middle = usize::midpoint(num_equal, end);
+            if a[middle] == b[middle] {
+                num_equal = middle + 1;
             } else {
-                end = middle - 1;
+                end = middle;
             }
         }
-        if equal < num_nodes {
-            return equal;
-        }
-        equal
-            + left[equal..]
-                .iter()
-                .zip(&right[equal..])
-                .take_while(|(a, b)| a == b)
-                .count()
+        num_equal
     }
 
     /// Move the events since the last call into `into`, which is cleared first.
@@ -105,30 +99,32 @@ impl KvManager {
 
     /// Every block of the prefix tree, parents before children. O(capacity).
     pub fn snapshot(&self) -> Vec<BlockInfo> {
-        let mut listed = vec![false; self.pool.capacity()];
+        let mut namespaces = vec![None; self.pool.capacity()];
         let mut infos = Vec::new();
         let mut path = Vec::new();
-        for block in self.blocks() {
-            let mut next = self.tree.contains(block).then_some(block);
-            while let Some(node) = next.filter(|node| !listed[node.index()]) {
-                listed[node.index()] = true;
+        for block in self.blocks().filter(|&block| self.tree.contains(block)) {
+            let mut next = Some(block);
+            while let Some(node) = next.filter(|node| namespaces[node.index()].is_none()) {
                 path.push(node);
                 next = self.tree.parent(node);
             }
-            infos.extend(path.drain(..).rev().map(|node| self.info(node)));
+            for node in path.drain(..).rev() {
+                let parent = self.tree.parent(node);
+                let namespace = parent
+                    .and_then(|parent| namespaces[parent.index()])
+                    .unwrap_or_else(|| self.tree.namespace(node));
+                namespaces[node.index()] = Some(namespace);
+                infos.push(BlockInfo {
+                    block: node,
+                    parent,
+                    namespace,
+                    num_uses: self.pool.num_uses(node),
+                    hash: self.events.as_ref().map(|events| events.hash(node)),
+                    tier: CacheTier::Device,
+                });
+            }
         }
         infos
-    }
-
-    fn info(&self, block: BlockId) -> BlockInfo {
-        BlockInfo {
-            block,
-            parent: self.tree.parent(block),
-            namespace: self.tree.namespace(block),
-            num_uses: self.pool.num_uses(block),
-            hash: self.events.as_ref().map(|events| events.hash(block)),
-            tier: CacheTier::Device,
-        }
     }
 
     pub(super) fn blocks(&self) -> impl Iterator<Item = BlockId> + use<> {
@@ -141,10 +137,18 @@ impl KvManager {
         self.tree.check();
         self.lru.check(|block| self.evictable_since(block));
         let mut num_uses = vec![0; self.pool.capacity()];
+        let mut before = vec![None; self.pool.capacity()];
         for slot in (0..self.slots.len() as u32).map(RowSlot) {
             self.check_slot(slot);
+            let mut previous = None;
             for &block in self.table(slot) {
                 num_uses[block as usize] += 1;
+                let known = before[block as usize].get_or_insert(previous);
+                assert_eq!(
+                    *known, previous,
+                    "block before {block} in the table of {slot:?}"
+                );
+                previous = Some(block);
             }
         }
         for block in self.blocks() {
@@ -173,11 +177,13 @@ impl KvManager {
                 parent,
                 "parent of {block:?} of {slot:?}"
             );
-            assert_eq!(
-                self.tree.namespace(block),
-                state.namespace,
-                "{block:?} of {slot:?}"
-            );
+            if parent.is_none() {
+                assert_eq!(
+                    self.tree.namespace(block),
+                    state.namespace,
+                    "namespace of {block:?}"
+                );
+            }
             parent = Some(block);
         }
     }
