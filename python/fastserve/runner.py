@@ -99,7 +99,8 @@ class CpuRunner:
 
         Args:
             source: From :func:`fastserve.models.resolve.resolve`.
-            dtype: ``float32``, ``bfloat16`` or ``auto`` (see :func:`auto_dtype`).
+            dtype: ``float32``, ``bfloat16``, or ``auto``: bfloat16 where the file has it and the
+                CPU multiplies it natively, otherwise float32.
             kv_cache_dtype: The same for keys and values; ``auto`` is what is computed in.
             num_threads: Threads that compute. By default one for each core that may be used.
             progress: Called as the weights come in.
@@ -108,13 +109,14 @@ class CpuRunner:
             ModelError: The model is not supported or its files are broken.
         """
         config = source.config()
-        computed = DTYPES[auto_dtype() if dtype == "auto" else dtype]
-        stored = computed if kv_cache_dtype == "auto" else DTYPES[kv_cache_dtype]
+        checkpoint = _checkpoint(source)
         threads = num_threads or host.cpus().num_usable
         torch.set_num_threads(threads)
-        checkpoint = _checkpoint(source)
+        kernels = CpuKernels(threads)
+        computed = _auto_dtype(checkpoint, kernels) if dtype == "auto" else DTYPES[dtype]
+        stored = computed if kv_cache_dtype == "auto" else DTYPES[kv_cache_dtype]
         weights = load_weights(checkpoint, config, computed, num_threads=threads, progress=progress)
-        return cls(config, weights, CpuKernels(threads), stored)
+        return cls(config, weights, kernels, stored)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,15 +165,10 @@ class CpuRunner:
         return self._decoder.forward(token_ids, plan, self._cache)
 
 
-def auto_dtype() -> str:
-    """What a CPU computes in when nothing is asked for.
-
-    bfloat16 takes half the memory, and decoding is as fast as memory is; but it is worth it only
-    where the CPU multiplies it natively.
-    """
-    from fastserve._core import cpu
-
-    return "bfloat16" if cpu.detect_isa().endswith("bf16") else "float32"
+def _auto_dtype(checkpoint: Checkpoint, kernels: CpuKernels) -> torch.dtype:
+    """The file's own format where that is fast, and otherwise one that loses nothing of it."""
+    as_stored = checkpoint.main_format() == "BF16" and kernels.isa.endswith("bf16")
+    return torch.bfloat16 if as_stored else torch.float32
 
 
 def known_tokens(token_ids: Words, last_samples: Words) -> NDArray[np.int64]:

@@ -111,6 +111,13 @@ class Checkpoint:
         """The checkpoint's own name for the tensor."""
         return self._spell(name)
 
+    def main_format(self) -> str:
+        """Name of the format that most of the bytes are in."""
+        num_bytes: dict[str, int] = {}
+        for info in self._tensors.values():
+            num_bytes[info.format.name] = num_bytes.get(info.format.name, 0) + info.num_bytes
+        return max(num_bytes, key=num_bytes.__getitem__, default="none")
+
     def others(self, names: Iterable[str]) -> list[str]:
         """The checkpoint's own names of all tensors but these."""
         return sorted(self._tensors.keys() - {self._spell(name) for name in names})

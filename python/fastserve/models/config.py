@@ -16,6 +16,18 @@ from fastserve.errors import ModelError
 SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Families by the name that ``model_type`` and ``general.architecture`` give them."""
 
+_LIMITS: Final = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_layers": 1 << 12,
+    "num_q_heads": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "intermediate_size": 1 << 20,
+    "max_positions": 1 << 30,
+}
+"""Beyond what any model has: a record outside is broken, and would ask for absurd memory."""
+
 RopeKind: TypeAlias = Literal["default", "linear", "llama3"]
 ROPE_KINDS: Final[tuple[RopeKind, ...]] = ("default", "linear", "llama3")
 
@@ -103,18 +115,9 @@ class DecoderConfig:
     def problems(self) -> list[str]:
         """One sentence for each field that makes no sense."""
         bad = [
-            f"{name}={getattr(self, name)}: want at least 1"
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "num_layers",
-                "num_q_heads",
-                "num_kv_heads",
-                "head_dim",
-                "intermediate_size",
-                "max_positions",
-            )
-            if getattr(self, name) < 1
+            f"{name}={getattr(self, name)}: want 1 to {most}"
+            for name, most in _LIMITS.items()
+            if not 1 <= getattr(self, name) <= most
         ]
         if self.num_kv_heads > 0 and self.num_q_heads % self.num_kv_heads:
             bad.append(
@@ -140,6 +143,14 @@ def checked(config: DecoderConfig, origin: str) -> DecoderConfig:
     if bad:
         raise ModelError(f"{origin}: {'; '.join(bad)}")
     return config
+
+
+def checked_layers(num_layers: int, origin: str) -> int:
+    """The number of layers itself, before anything is made of that length."""
+    most = _LIMITS["num_layers"]
+    if not 1 <= num_layers <= most:
+        raise ModelError(f"{origin}: num_layers={num_layers}: want 1 to {most}")
+    return num_layers
 
 
 def unsupported(origin: str, name: str) -> ModelError:

@@ -16,6 +16,7 @@ from fastserve.models.config import (
     DecoderConfig,
     RopeConfig,
     checked,
+    checked_layers,
     token_ids,
     unsupported,
 )
@@ -36,7 +37,7 @@ def config_from_gguf(file: GgufFile) -> DecoderConfig:
     if num_experts:
         raise unsupported(origin, f"{arch} with {num_experts} experts")
 
-    num_layers: int = file.get(f"{arch}.block_count", int)
+    num_layers = checked_layers(file.get(f"{arch}.block_count", int), origin)
     hidden_size: int = file.get(f"{arch}.embedding_length", int)
     num_q_heads = _same_in_every_layer(file, f"{arch}.attention.head_count", None)
     head_dim: int = file.get(

@@ -17,6 +17,7 @@ from fastserve.models.config import (
     DecoderConfig,
     RopeConfig,
     checked,
+    checked_layers,
     token_ids,
     unsupported,
 )
@@ -55,7 +56,7 @@ def config_from_folder(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     fields = _Fields(read_json(path), str(path))
     family = _family(fields)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = checked_layers(fields.integer("num_hidden_layers"), str(path))
     num_q_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", hidden_size // max(num_q_heads, 1))

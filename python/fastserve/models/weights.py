@@ -113,12 +113,12 @@ def load_weights(
     Raises:
         ModelError: A tensor is missing, superfluous, of the wrong shape or cut short.
     """
+    has_divisors = _ROPE_DIVISORS in checkpoint
+    with torch.device("meta"):  # Shapes without memory: a broken record may ask for any amount.
+        _check(checkpoint, config, _Allocation(config, dtype, has_divisors).parts)
     with torch.inference_mode(False):  # The threads that fill them are not in it.
-        weights, parts = _allocate(config, dtype)
-    if _ROPE_DIVISORS in checkpoint:
-        weights.rope_divisors = torch.empty(config.head_dim // 2, dtype=torch.float32)
-        parts.append(_Part(_ROPE_DIVISORS, weights.rope_divisors))
-    _check(checkpoint, config, parts)
+        allocation = _Allocation(config, dtype, has_divisors)
+    parts = allocation.parts
     parts.sort(key=lambda part: (checkpoint[part.name].path, checkpoint[part.name].offset))
     total = sum(checkpoint[part.name].num_bytes for part in parts)
     done = 0
@@ -142,7 +142,7 @@ def load_weights(
                 reader.read(checkpoint[part.name], _rows(part, checkpoint, config))
 
     _run_in_threads(work, num_threads, pending.clear)
-    return weights
+    return allocation.weights
 
 
 def _rows(part: _Part, checkpoint: Checkpoint, config: DecoderConfig) -> Tensor:
@@ -174,56 +174,60 @@ def _run_in_threads(work: Callable[[], None], num_threads: int, stop: Callable[[
         torch.set_num_threads(before)
 
 
-def _allocate(config: DecoderConfig, dtype: torch.dtype) -> tuple[DecoderWeights, list[_Part]]:
+class _Allocation:
     """Empty weights, and for each tensor of a checkpoint where it goes."""
-    parts: list[_Part] = []
 
-    def whole(name: str, *shape: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        parts.append(_Part(name, tensor))
-        return tensor
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, has_divisors: bool) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.parts: list[_Part] = []
+        hidden, vocab = config.hidden_size, config.vocab_size
+        embedding = self._whole("embedding.weight", vocab, hidden)
+        tied = config.tied_embeddings
+        self.weights = DecoderWeights(
+            embedding=embedding,
+            layers=[self._layer(f"layers.{index}.") for index in range(config.num_layers)],
+            norm=self._whole("norm.weight", hidden),
+            lm_head=embedding if tied else self._whole("lm_head.weight", vocab, hidden),
+            rope_divisors=None,
+        )
+        if has_divisors:
+            divisors = torch.empty(config.head_dim // 2, dtype=torch.float32)
+            self.parts.append(_Part(_ROPE_DIVISORS, divisors))
+            self.weights.rope_divisors = divisors
 
-    def fused(names: tuple[str, ...], sizes: tuple[int, ...], *inner: int) -> Tensor:
-        tensor = torch.empty((sum(sizes), *inner), dtype=dtype)
-        for name, rows in zip(names, tensor.split(list(sizes)), strict=True):
-            kind = name.rsplit(".", 2)[1]
-            heads = {"q": config.num_q_heads, "k": config.num_kv_heads}.get(kind, 0)
-            parts.append(_Part(name, rows, heads))
-        return tensor
-
-    def layer(index: int) -> LayerWeights:
-        at = f"layers.{index}."
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads = (config.q_size, config.kv_size, config.kv_size)
-        weights = tuple(f"{at}{kind}.weight" for kind in "qkv")
-        biases = tuple(f"{at}{kind}.bias" for kind in "qkv")
-        two = (inner, inner)
+    def _layer(self, at: str) -> LayerWeights:
+        config = self.config
+        hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+        heads = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
+        halves = {"gate": inner, "up": inner}
+        whole, fused = self._whole, self._fused
         return LayerWeights(
             attention_norm=whole(f"{at}attention_norm.weight", hidden),
-            qkv=fused(weights, heads, hidden),
-            qkv_bias=fused(biases, heads) if config.qkv_bias else None,
-            q_norm=whole(f"{at}q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=whole(f"{at}k_norm.weight", config.head_dim) if config.qk_norm else None,
+            qkv=fused(at, heads, "weight", hidden),
+            qkv_bias=fused(at, heads, "bias") if config.qkv_bias else None,
+            q_norm=whole(f"{at}q_norm.weight", head) if config.qk_norm else None,
+            k_norm=whole(f"{at}k_norm.weight", head) if config.qk_norm else None,
             output=whole(f"{at}output.weight", hidden, config.q_size),
             output_bias=whole(f"{at}output.bias", hidden) if config.output_bias else None,
             mlp_norm=whole(f"{at}mlp_norm.weight", hidden),
-            gate_up=fused((f"{at}gate.weight", f"{at}up.weight"), two, hidden),
-            gate_up_bias=fused((f"{at}gate.bias", f"{at}up.bias"), two)
-            if config.mlp_bias
-            else None,
+            gate_up=fused(at, halves, "weight", hidden),
+            gate_up_bias=fused(at, halves, "bias") if config.mlp_bias else None,
             down=whole(f"{at}down.weight", hidden, inner),
             down_bias=whole(f"{at}down.bias", hidden) if config.mlp_bias else None,
         )
 
-    embedding = whole("embedding.weight", config.vocab_size, config.hidden_size)
-    layers = [layer(index) for index in range(config.num_layers)]
-    norm = whole("norm.weight", config.hidden_size)
-    tied = config.tied_embeddings
-    lm_head = embedding if tied else whole("lm_head.weight", *embedding.shape)
-    weights = DecoderWeights(
-        embedding=embedding, layers=layers, norm=norm, lm_head=lm_head, rope_divisors=None
-    )
-    return weights, parts
+    def _whole(self, name: str, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype)
+        self.parts.append(_Part(name, tensor))
+        return tensor
+
+    def _fused(self, at: str, sizes: dict[str, int], role: str, *inner: int) -> Tensor:
+        tensor = torch.empty((sum(sizes.values()), *inner), dtype=self.dtype)
+        num_heads = {"q": self.config.num_q_heads, "k": self.config.num_kv_heads}
+        for kind, rows in zip(sizes, tensor.split(list(sizes.values())), strict=True):
+            self.parts.append(_Part(f"{at}{kind}.{role}", rows, num_heads.get(kind, 0)))
+        return tensor
 
 
 def _check(checkpoint: Checkpoint, config: DecoderConfig, parts: list[_Part]) -> None:

@@ -102,7 +102,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False) for token, kind in pairs if kind == _USER_DEFINED]
     )
-    _add_ends(tokenizer, file, tokens, add_bos)
+    _add_ends(tokenizer, file, add_bos)
     return tokenizer
 
 
@@ -115,15 +115,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
             f"{', '.join(sorted(_WORDS))}"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", list)]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=_vocabulary(tokens),
-            merges=_checked_merges(file, merges),
-            ignore_merges=words.ignore_merges,
-            fuse_unk=False,
-            byte_fallback=False,
-        )
-    )
+    tokenizer = _pairs(file, tokens, merges, ignore_merges=words.ignore_merges)
     if words.compose:
         tokenizer.normalizer = normalizers.NFC()
     cuts: list[Any] = [pre_tokenizers.Split(Regex(p), "isolated") for p in words.patterns]
@@ -136,16 +128,9 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
 def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     given = file.get("tokenizer.ggml.merges", list, [])
     merges = [tuple(merge.split(" ", 1)) for merge in given] or _merges_of_scores(file, tokens)
-    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=_vocabulary(tokens),
-            merges=_checked_merges(file, merges),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    unknown = named_token(file, "unknown")
+    options = {} if unknown is None else {"unk_token": unknown[0]}
+    tokenizer = _pairs(file, tokens, merges, fuse_unk=True, byte_fallback=True, **options)
     escape = normalizers.Replace(" ", _SPACE)
     unescape: list[Any] = [
         decoders.Replace(_SPACE, " "),
@@ -161,15 +146,24 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]
     return tokenizer, True
 
 
-def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    return {token: index for index, token in enumerate(tokens)}
+def named_token(file: GgufFile, name: str) -> tuple[str, int] | None:
+    """The token that the file calls ``bos``, ``eos``, ..., with its id."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    if key not in file.metadata:
+        return None
+    index: int = file.get(key, int)
+    tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
+    if not 0 <= index < len(tokens):
+        raise ModelError(f"{file.path}: {key}={index}: want less than the {len(tokens)} tokens")
+    return tokens[index], index
 
 
-def _checked_merges(file: GgufFile, merges: list[Any]) -> list[tuple[str, str]]:
-    bad = next((merge for merge in merges if len(merge) != 2), None)
-    if bad is not None:
-        raise ModelError(f"{file.path}: corrupt: {bad!r} in tokenizer.ggml.merges is no pair")
-    return merges
+def _pairs(file: GgufFile, tokens: list[str], merges: list[Any], **options: Any) -> Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:  # The library raises plain Exception.
+        raise ModelError(f"{file.path}: the tokenizer is corrupt: {error}") from None
 
 
 def _merges_of_scores(file: GgufFile, tokens: list[str]) -> list[tuple[str, str]]:
@@ -187,19 +181,19 @@ def _merges_of_scores(file: GgufFile, tokens: list[str]) -> list[tuple[str, str]
     ]
 
 
-def _add_ends(tokenizer: Tokenizer, file: GgufFile, tokens: list[str], add_bos: bool) -> None:
+def _add_ends(tokenizer: Tokenizer, file: GgufFile, add_bos: bool) -> None:
     """Let encoding add the tokens that begin and end a text, where the model wants them."""
     ends: dict[str, tuple[str, int]] = {}
     for name, default in (("bos", add_bos), ("eos", False)):
-        token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if file.get(f"tokenizer.ggml.add_{name}_token", bool, default) and token is not None:
-            ends[name] = (tokens[token], token)
+        token = named_token(file, name)
+        if token is not None and file.get(f"tokenizer.ggml.add_{name}_token", bool, default):
+            ends[name] = token
     if not ends:
         return
-    before = f"{ends['bos'][0]}:0 " if "bos" in ends else ""
-    after = f" {ends['eos'][0]}:0" if "eos" in ends else ""
+    before = [ends["bos"][0]] if "bos" in ends else []
+    after = [ends["eos"][0]] if "eos" in ends else []
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{before}$A:0{after}",
-        pair=f"{before}$A:0{after} {before}$B:1{after}",
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B", *after],
         special_tokens=list(ends.values()),
     )

@@ -21,7 +21,7 @@ from fastserve.models.gguf_file import GgufFile
 from fastserve.models.hf_config import read_json
 from fastserve.models.resolve import ModelSource
 from fastserve.text.chat_template import ChatTemplate, templates_in
-from fastserve.text.gguf_vocab import tokenizer_from_gguf
+from fastserve.text.gguf_vocab import named_token, tokenizer_from_gguf
 
 if TYPE_CHECKING:
     from fastserve.text.detokenizer import TokenTable
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _SPACE: Final = "\u2581"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+_GGUF_NAMES: Final = ("bos", "eos", "unknown", "seperator", "padding")  # So it is spelled there.
 
 
 class Tokenizer:
@@ -190,14 +191,11 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _from_gguf(file: GgufFile) -> Tokenizer:
-    tokens = file.get("tokenizer.ggml.tokens", list)
     special: dict[str, str] = {}
-    for name, key in zip(
-        _SPECIAL_NAMES, ("bos", "eos", "unknown", "seperator", "padding"), strict=True
-    ):
-        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(token, int) and 0 <= token < len(tokens):
-            special[name] = tokens[token]
+    for name, key in zip(_SPECIAL_NAMES, _GGUF_NAMES, strict=True):
+        token = named_token(file, key)
+        if token is not None:
+            special[name] = token[0]
     prefix = "tokenizer.chat_template"
     templates = {
         key.removeprefix(prefix).removeprefix(".") or "default": text
