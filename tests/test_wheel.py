@@ -114,7 +114,7 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     package = {name for name in names(wheel) if ".dist-info/" not in name}
     sources = relative(REPOSITORY / "python", "*.py", "*.pyi", "py.typed")
-    kernels = {f"fastserve/{name}" for name in relative(REPOSITORY, "cuda/*.cu", "cuda/*.cuh")}
+    kernels = {f"fastserve/cuda/{name}" for name in relative(REPOSITORY / "cuda", "*.cu", "*.cuh")}
     assert package == sources | kernels | {"fastserve/_core.abi3.so"}
     assert {"fastserve/py.typed", "fastserve/_core/__init__.pyi"} <= package
 
@@ -223,9 +223,10 @@ def test_foreign_distribution_beside_ours_is_named(installed: Installed) -> None
     """Another project's ``fastserve`` was installed before; removing it would break ours."""
     foreign = installed.site_packages / "fastserve-0.0.1.dist-info"
     foreign.mkdir()
+    (foreign / "METADATA").write_text("Metadata-Version: 2.1\nName: fastserve\nVersion: 0.0.1\n")
     try:
         done = installed.python("import fastserve\nprint(fastserve.__version__)")
         assert done.stdout.strip() == VERSION
         assert "pip uninstall fastserve" in done.stderr
     finally:
-        foreign.rmdir()
+        shutil.rmtree(foreign)

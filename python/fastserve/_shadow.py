@@ -39,6 +39,9 @@ def warn_of_other_distribution() -> None:
 
 
 def _remedy() -> str:
-    from fastserve._core import DISTRIBUTION
+    # Not from the extension, which imports `fastserve.errors`, which is where this may be asked.
+    from importlib.metadata import packages_distributions
 
-    return f"`pip uninstall fastserve`, then `pip install --force-reinstall {DISTRIBUTION}`"
+    sharing = packages_distributions().get("fastserve", [])
+    ours = [name for name in sharing if name and name != "fastserve"] or ["this one"]
+    return f"`pip uninstall fastserve`, then `pip install --force-reinstall {ours[0]}`"

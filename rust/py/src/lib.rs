@@ -36,13 +36,13 @@ use pyo3::types::PyDict;
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     guard::install_hook();
-    constants(module)?; // First: the Python modules that `errors` imports may want them.
     errors::register(module)?;
     module.add_class::<core::Core>()?;
     module.add_class::<inbox::Inbox>()?;
     module.add_class::<outputs::PlanSizes>()?;
     module.add_class::<outputs::StepOutputs>()?;
     module.add_class::<policy::Candidate>()?;
+    constants(module)?;
     cpu::register(module)?;
     text::register(module)
 }
