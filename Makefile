@@ -66,7 +66,7 @@ check: lint types test ## What CI runs: lint, types, tests
 .PHONY: lint
 lint: $(INSTALLED) ## Formatting and lints of Rust and Python
 	@sh tools/check_tools.sh --lint >/dev/null
-	@$(STEP) "Formatting of Rust" cargo fmt --all --check
+	@$(STEP) "Formatting of Rust" cargo fmt --all -- --check -l
 	@$(STEP) "Formatting of Python" $(VENV)/bin/ruff format --check --quiet
 	@$(STEP) "Lints of Python" $(VENV)/bin/ruff check --quiet
 	@$(STEP) "Lints of Rust" cargo clippy --quiet --workspace --all-targets -- -D warnings
