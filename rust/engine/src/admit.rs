@@ -76,10 +76,7 @@ impl Core {
             return Verdict::Stop;
         }
         let limit = match_limit(state, request.score_prompt);
-        let key = SeqKey {
-            namespace: request.namespace,
-            spans: &request.spans,
-        };
+        let key = SeqKey { namespace: request.namespace, spans: &request.spans };
         let probe = self.kv.probe(key, &state.tokens, limit);
         let matched = (probe.num_blocks * self.config.block_size) as usize;
         if matched + self.config.block_size as usize <= limit {
@@ -102,17 +99,14 @@ impl Core {
             let reserved = pass.outstanding_blocks + self.config.watermark_blocks as usize;
             available >= needed + reserved
         };
-        if fits {
-            Verdict::Admit(probe)
-        } else {
-            Verdict::Stop
-        }
+        if fits { Verdict::Admit(probe) } else { Verdict::Stop }
     }
 
     fn admit_one(&mut self, pass: &mut Pass<'_>, key: OrderKey, sequence: u32, probe: Probe) {
         self.sequences[sequence].key = key;
         let slot = self.assign(pass, sequence);
         self.kv.adopt(slot);
+        let sibling = self.sibling(slot, probe.num_blocks as usize);
         let matched = probe.num_blocks * self.config.block_size;
         let row = &mut self.rows[slot.index()];
         row.num_computed = matched;
@@ -123,7 +117,6 @@ impl Core {
         }
         self.count_hits(slot, 0, matched);
         self.note_admitted(sequence, slot, matched);
-        let sibling = self.sibling(slot, probe.num_blocks as usize);
         self.scratch.joining.push((slot, sibling));
         self.schedule_chunk(pass, None, slot);
     }
@@ -138,13 +131,7 @@ impl Core {
             self.num_queued_requests -= 1;
             self.num_queued_tokens -= u64::from(state.num_prompt_tokens);
         }
-        self.note(
-            seq,
-            EventKind::Admitted {
-                cached,
-                slot: slot.0,
-            },
-        );
+        self.note(seq, EventKind::Admitted { cached, slot: slot.0 });
     }
 
     /// Give a sequence a row slot, and tell the device whose it is.
@@ -206,10 +193,7 @@ impl Core {
             let block = table[index];
             let user = self.block_user[block as usize];
             let shares = user != slot
-                && self
-                    .rows
-                    .get(user.index())
-                    .is_some_and(|row| row.sequence != u32::MAX)
+                && self.rows.get(user.index()).is_some_and(|row| row.sequence != u32::MAX)
                 && self.kv.table(user).get(index) == Some(&block);
             shares.then_some(user)
         })

@@ -13,11 +13,7 @@ impl Core {
         self.waiting.check();
         self.service.check();
         let counts = self.kv.counts();
-        assert_eq!(
-            counts.free + counts.held + counts.cached,
-            counts.capacity,
-            "conservation"
-        );
+        assert_eq!(counts.free + counts.held + counts.cached, counts.capacity, "conservation");
         self.check_slots();
         self.check_rows();
         self.check_sequences();
@@ -34,10 +30,7 @@ impl Core {
             uses[slot.index()] += u32::from(!listed);
         }
         for (slot, uses) in uses.iter().enumerate() {
-            assert_eq!(
-                *uses, 1,
-                "slot {slot} is free, running or leaving, one of them"
-            );
+            assert_eq!(*uses, 1, "slot {slot} is free, running or leaving, one of them");
         }
         for &slot in &self.free_slots {
             assert!(!self.kv.is_open(slot), "{slot:?} is free and open");
@@ -55,31 +48,17 @@ impl Core {
             assert_eq!(state.status, Status::Running(slot), "{:?}", state.id);
             assert_eq!(state.tokens.len(), row.num_known as usize, "{:?}", state.id);
             let blocks = row.num_computed.div_ceil(self.config.block_size) as usize;
-            assert_eq!(
-                self.kv.num_blocks_of(slot),
-                blocks,
-                "table of {:?}",
-                state.id
-            );
+            assert_eq!(self.kv.num_blocks_of(slot), blocks, "table of {:?}", state.id);
             assert!(
                 row.num_computed <= row.num_known + row.num_pending,
                 "{:?} computed more than it has",
                 state.id
             );
         }
-        assert_eq!(
-            self.order.places().len(),
-            self.service.len(),
-            "both orders list the same rows"
-        );
+        assert_eq!(self.order.places().len(), self.service.len(), "both orders list the same rows");
         for pair in self.order.places().windows(2) {
-            let shared = self
-                .kv
-                .num_shared_leading(pair[0].slot, pair[1].slot, usize::MAX);
-            assert!(
-                pair[1].num_shared as usize <= shared,
-                "{pair:?} share {shared}"
-            );
+            let shared = self.kv.num_shared_leading(pair[0].slot, pair[1].slot, usize::MAX);
+            assert!(pair[1].num_shared as usize <= shared, "{pair:?} share {shared}");
         }
     }
 
@@ -112,11 +91,7 @@ impl Core {
         match state.status {
             Status::Waiting => assert!(waits, "{:?} waits nowhere", state.id),
             Status::Running(slot) => {
-                assert!(
-                    !waits && self.owns(slot, sequence),
-                    "{:?} runs nowhere",
-                    state.id
-                );
+                assert!(!waits && self.owns(slot, sequence), "{:?} runs nowhere", state.id);
             }
             Status::Settling(slot) => {
                 let leaves = self.leaving.contains(&slot) && self.owns(slot, sequence);

@@ -62,10 +62,7 @@ impl Core {
             .slots()
             .filter(|&slot| {
                 let row = &self.rows[slot.index()];
-                let follows = self
-                    .kv
-                    .pending_step(slot)
-                    .is_some_and(|pending| pending >= step);
+                let follows = self.kv.pending_step(slot).is_some_and(|pending| pending >= step);
                 let planned = row.last_step >= step;
                 let kept = planted(Fault::FollowerOfFailedStepKept)
                     && self.names[slot.index()].num_cached_tokens > 0;
@@ -109,21 +106,14 @@ impl Core {
         if expected == Some(step) {
             return Ok(());
         }
-        Err(StepError::OutOfOrder {
-            got: step,
-            expected,
-        })
+        Err(StepError::OutOfOrder { got: step, expected })
     }
 
     fn check_results(&self, flight: &Flight, results: Results<'_>) -> Result<(), StepError> {
         let outputs = flight.outputs.len();
         for got in [results.counts.len(), results.tokens.len()] {
             if got != outputs {
-                return Err(StepError::WrongResultLength {
-                    step: flight.step,
-                    outputs,
-                    got,
-                });
+                return Err(StepError::WrongResultLength { step: flight.step, outputs, got });
             }
         }
         let vocab_size = self.config.vocab_size;
@@ -218,11 +208,7 @@ impl Core {
         };
         if row.num_known >= row.stops_from {
             let request = self.sequences[row.sequence].request;
-            if self.requests[request]
-                .request
-                .stop_token_ids
-                .contains(&token)
-            {
+            if self.requests[request].request.stop_token_ids.contains(&token) {
                 return Some(ending(FinishReason::Stop, Some(token)));
             }
         }
@@ -234,13 +220,7 @@ impl Core {
         let sequence = self.rows[slot.index()].sequence;
         if sequence != u32::MAX {
             let source_row = output as i32;
-            self.end(
-                sequence,
-                Ending {
-                    source_row,
-                    ..Ending::now(FinishReason::Error)
-                },
-            );
+            self.end(sequence, Ending { source_row, ..Ending::now(FinishReason::Error) });
         }
     }
 
@@ -251,12 +231,7 @@ impl Core {
 
     /// Take leaving rows out of both orders.
     pub(crate) fn purge(&mut self) {
-        let Self {
-            rows,
-            service,
-            order,
-            ..
-        } = self;
+        let Self { rows, service, order, .. } = self;
         let stays = |slot: RowSlot| !rows[slot.index()].has(flags::LEAVING);
         service.retain(stays);
         order.retain(stays);
@@ -288,10 +263,7 @@ impl Core {
             self.free_slots.push(slot);
         }
         // The mark of leaving stays until the slot is assigned again: the orders may still list it.
-        self.rows[slot.index()] = Row {
-            flags: flags::LEAVING,
-            ..Row::EMPTY
-        };
+        self.rows[slot.index()] = Row { flags: flags::LEAVING, ..Row::EMPTY };
         if !self.is_released[slot.index()] {
             self.is_released[slot.index()] = true;
             self.released.push(slot);
@@ -314,10 +286,7 @@ impl Core {
         });
         if !failed && self.last_commit_at > 0 {
             let nanos = now.saturating_sub(flight.planned_at.max(self.last_commit_at));
-            self.shared
-                .state()
-                .rate
-                .observe(u64::from(flight.num_tokens), nanos);
+            self.shared.state().rate.observe(u64::from(flight.num_tokens), nanos);
         }
         self.last_commit_at = now;
     }

@@ -282,11 +282,7 @@ impl Core {
         }
         self.set_lifecycle(Lifecycle::Closed);
         self.intake(self.last_now);
-        let ids: Vec<RequestId> = self
-            .requests
-            .iter()
-            .map(|(_, state)| state.request.id)
-            .collect();
+        let ids: Vec<RequestId> = self.requests.iter().map(|(_, state)| state.request.id).collect();
         for id in ids {
             self.abort_now(id);
         }
@@ -371,12 +367,7 @@ impl Core {
 
     pub(crate) fn note(&mut self, seq: SeqId, kind: EventKind) {
         let step = StepId(self.next_step.0 - 1);
-        self.events.push(TimelineEvent {
-            seq,
-            step,
-            at: self.last_now,
-            kind,
-        });
+        self.events.push(TimelineEvent { seq, step, at: self.last_now, kind });
     }
 
     pub(crate) fn emit_entry(&mut self, entry: &Entry) {
@@ -409,10 +400,7 @@ impl Core {
         if words < needed {
             return Err(StepError::ArenaTooSmall { words, needed });
         }
-        let (in_flight, limit) = (
-            self.flights.len(),
-            self.config.max_num_steps_in_flight as usize,
-        );
+        let (in_flight, limit) = (self.flights.len(), self.config.max_num_steps_in_flight as usize);
         if in_flight >= limit {
             return Err(StepError::TooManyInFlight { in_flight, limit });
         }
@@ -432,11 +420,6 @@ impl Flight {
     pub(crate) fn clear(&mut self) {
         self.slots.clear();
         self.outputs.clear();
-        (
-            self.num_tokens,
-            self.num_decode_rows,
-            self.num_preempted,
-            self.num_rows,
-        ) = (0, 0, 0, 0);
+        (self.num_tokens, self.num_decode_rows, self.num_preempted, self.num_rows) = (0, 0, 0, 0);
     }
 }

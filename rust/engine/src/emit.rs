@@ -77,9 +77,7 @@ impl Core {
         flight.num_decode_rows = pass.num_decode_rows;
         flight.num_preempted = pass.num_preempted;
         flight.num_rows = sizes.num_rows;
-        flight
-            .slots
-            .extend(self.scratch.forks.drain(..).map(|(_, fork)| fork));
+        flight.slots.extend(self.scratch.forks.drain(..).map(|(_, fork)| fork));
         self.stats.num_scheduled_tokens += u64::from(sizes.num_tokens);
         self.next_step = StepId(pass.step.0 + 1);
         self.flights.push_back(flight);
@@ -128,22 +126,11 @@ impl Core {
         let block_size = self.config.block_size;
         let row = &mut self.rows[slot.index()];
         let offset = start & (block_size - 1);
-        let word = if row.num_pending > 0 {
-            -1 - slot.0 as i32
-        } else {
-            row.last_token as i32
-        };
-        pass.writer.token(
-            word,
-            start,
-            row.last_block * block_size as i32 + offset as i32,
-        );
+        let word = if row.num_pending > 0 { -1 - slot.0 as i32 } else { row.last_token as i32 };
+        pass.writer.token(word, start, row.last_block * block_size as i32 + offset as i32);
         row.num_pending += 1;
         pass.writer.output(0, slot.0, OutputKind::Sample);
-        flight.outputs.push(FlightOutput {
-            slot,
-            samples: true,
-        });
+        flight.outputs.push(FlightOutput { slot, samples: true });
         if offset == 0
             || row.has(flags::TAIL_COPIED)
             || row.high_water > start
@@ -169,16 +156,10 @@ impl Core {
         if reaches_end {
             self.rows[slot.index()].num_pending += 1;
             pass.writer.output(0, slot.0, OutputKind::Sample);
-            flight.outputs.push(FlightOutput {
-                slot,
-                samples: true,
-            });
+            flight.outputs.push(FlightOutput { slot, samples: true });
         } else if scores {
             pass.writer.output(0, slot.0, OutputKind::Score);
-            flight.outputs.push(FlightOutput {
-                slot,
-                samples: false,
-            });
+            flight.outputs.push(FlightOutput { slot, samples: false });
         }
         self.emit_rarities(pass, flight, slot, start, take);
     }
@@ -200,14 +181,10 @@ impl Core {
         for position in start..start + take {
             let block = table[(position / block_size) as usize];
             let place = block * block_size as i32 + (position % block_size) as i32;
-            pass.writer
-                .token(tokens[position as usize] as i32, position, place);
+            pass.writer.token(tokens[position as usize] as i32, position, place);
             if scores && position + 1 < start + take {
                 pass.writer.output(0, slot.0, OutputKind::Score);
-                flight.outputs.push(FlightOutput {
-                    slot,
-                    samples: false,
-                });
+                flight.outputs.push(FlightOutput { slot, samples: false });
             }
         }
     }
@@ -227,10 +204,7 @@ impl Core {
         let end = start + take;
         let again = row.high_water.min(end).saturating_sub(start);
         self.stats.num_recomputed_tokens += u64::from(again);
-        let fresh = name
-            .num_prompt_tokens
-            .min(end)
-            .saturating_sub(start.max(row.high_water));
+        let fresh = name.num_prompt_tokens.min(end).saturating_sub(start.max(row.high_water));
         self.stats.num_prompt_tokens += u64::from(fresh);
         if row.num_known > name.num_prompt_tokens {
             return;
@@ -239,10 +213,7 @@ impl Core {
             let (parent, fork) = self.scratch.forks[at];
             if parent == slot {
                 pass.writer.output(0, fork.0, OutputKind::Sample);
-                flight.outputs.push(FlightOutput {
-                    slot: fork,
-                    samples: true,
-                });
+                flight.outputs.push(FlightOutput { slot: fork, samples: true });
                 self.emit_edits(pass, fork, end);
             }
         }

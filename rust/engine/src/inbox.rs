@@ -31,11 +31,7 @@ pub(crate) struct Submission {
 pub(crate) enum Command {
     Submit(Box<Submission>),
     Abort(RequestId),
-    Finish {
-        seq: SeqId,
-        reason: FinishReason,
-        num_tokens_kept: u32,
-    },
+    Finish { seq: SeqId, reason: FinishReason, num_tokens_kept: u32 },
 }
 
 /// What the core and its inboxes share.
@@ -136,17 +132,11 @@ impl Shared {
     }
 
     pub(crate) fn timeline_of(&self, request: RequestId) -> Vec<TimelineEvent> {
-        self.timeline
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .of(request)
+        self.timeline.lock().unwrap_or_else(PoisonError::into_inner).of(request)
     }
 
     pub(crate) fn steps_since(&self, from: StepId) -> Vec<StepRecord> {
-        self.timeline
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .steps_since(from)
+        self.timeline.lock().unwrap_or_else(PoisonError::into_inner).steps_since(from)
     }
 }
 
@@ -209,11 +199,7 @@ impl Inbox {
         let mut state = self.shared.state();
         let live = state.ids.get(&seq.request).is_some_and(|&count| seq.index < count);
         if live {
-            state.commands.push(Command::Finish {
-                seq,
-                reason,
-                num_tokens_kept,
-            });
+            state.commands.push(Command::Finish { seq, reason, num_tokens_kept });
         }
         live
     }
@@ -235,9 +221,7 @@ impl Inbox {
     /// How long a request submitted now would wait for those ahead of it, at the present rate.
     pub fn predicted_wait(&self) -> Nanos {
         let state = self.shared.state();
-        state
-            .rate
-            .time_for(state.stats.num_queued_tokens + state.num_new_tokens)
+        state.rate.time_for(state.stats.num_queued_tokens + state.num_new_tokens)
     }
 
     /// What happened to a request, as far as the ring reaches, oldest first.
@@ -270,9 +254,7 @@ impl State {
         num_tokens: u64,
     ) -> Result<(), RequestError> {
         if matches!(self.lifecycle, Lifecycle::Draining | Lifecycle::Closed) {
-            return Err(RequestError::NotAccepting {
-                state: self.lifecycle.name(),
-            });
+            return Err(RequestError::NotAccepting { state: self.lifecycle.name() });
         }
         if self.ids.contains_key(&id) {
             return Err(RequestError::DuplicateRequest { id });
@@ -300,21 +282,14 @@ impl Submission {
         let num_prompt_tokens = request.prompt.len() as u32;
         let room = request.max_tokens.min(max_model_len - num_prompt_tokens) as usize;
         let total = request.prompt.len() + room;
-        let spare_tokens = (1..request.num_sequences)
-            .map(|_| Vec::with_capacity(total))
-            .collect();
+        let spare_tokens = (1..request.num_sequences).map(|_| Vec::with_capacity(total)).collect();
         let mut tokens = if request.num_sequences == 1 {
             std::mem::take(&mut request.prompt)
         } else {
             request.prompt.clone()
         };
         tokens.reserve_exact(room);
-        Self {
-            request,
-            num_prompt_tokens,
-            tokens,
-            spare_tokens,
-        }
+        Self { request, num_prompt_tokens, tokens, spare_tokens }
     }
 }
 
@@ -328,19 +303,9 @@ fn validate(
         return Err(RequestError::EmptyPrompt);
     }
     in_range("max_tokens", request.max_tokens, 1, u32::MAX)?;
-    in_range(
-        "num_sequences",
-        request.num_sequences,
-        1,
-        config.max_num_sequences_per_request,
-    )?;
+    in_range("num_sequences", request.num_sequences, 1, config.max_num_sequences_per_request)?;
     in_range("min_tokens", request.min_tokens, 0, request.max_tokens)?;
-    in_range(
-        "sampling words",
-        request.sampling.len() as u32,
-        0,
-        config.max_sampling_words,
-    )?;
+    in_range("sampling words", request.sampling.len() as u32, 0, config.max_sampling_words)?;
     let vocab_size = config.vocab_size;
     for tokens in [&request.prompt, &request.stop_token_ids] {
         if let Some(position) = tokens.iter().position(|&token| token >= vocab_size) {
@@ -354,22 +319,13 @@ fn validate(
     let prompt = request.prompt.len();
     let max = config.max_model_len as usize;
     if prompt >= max {
-        return Err(RequestError::PromptTooLong {
-            prompt,
-            max,
-            lowered_by_pool,
-        });
+        return Err(RequestError::PromptTooLong { prompt, max, lowered_by_pool });
     }
     let mut end = 0;
     for (index, span) in request.spans.iter().enumerate() {
         if span.start < end || span.start >= span.end || span.end as usize > prompt {
             let (start, end) = (span.start, span.end);
-            return Err(RequestError::BadSpan {
-                index,
-                start,
-                end,
-                prompt,
-            });
+            return Err(RequestError::BadSpan { index, start, end, prompt });
         }
         end = span.end;
     }
@@ -380,14 +336,6 @@ fn in_range(name: &'static str, value: u32, min: u32, max: u32) -> Result<(), Re
     if (min..=max).contains(&value) {
         return Ok(());
     }
-    let want = if max == u32::MAX {
-        format!("at least {min}")
-    } else {
-        format!("{min} to {max}")
-    };
-    Err(RequestError::OutOfRange {
-        name,
-        value: i64::from(value),
-        want,
-    })
+    let want = if max == u32::MAX { format!("at least {min}") } else { format!("{min} to {max}") };
+    Err(RequestError::OutOfRange { name, value: i64::from(value), want })
 }

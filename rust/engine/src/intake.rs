@@ -27,11 +27,7 @@ impl Core {
             match command {
                 Command::Submit(submission) => self.enqueue(*submission, now),
                 Command::Abort(id) => self.abort_now(id),
-                Command::Finish {
-                    seq,
-                    reason,
-                    num_tokens_kept,
-                } => {
+                Command::Finish { seq, reason, num_tokens_kept } => {
                     self.finish_now(seq, reason, num_tokens_kept);
                 }
             }
@@ -40,12 +36,7 @@ impl Core {
     }
 
     fn enqueue(&mut self, submission: Submission, now: Nanos) {
-        let Submission {
-            request,
-            num_prompt_tokens,
-            tokens,
-            spare_tokens,
-        } = submission;
+        let Submission { request, num_prompt_tokens, tokens, spare_tokens } = submission;
         let id = request.id;
         let candidate = Candidate {
             request: id,
@@ -76,13 +67,7 @@ impl Core {
         let ahead = self.waiting.len() as u32;
         let sequence = self.spawn(place, tokens);
         self.wait(sequence);
-        self.note(
-            SeqId {
-                request: id,
-                index: 0,
-            },
-            EventKind::Queued { ahead },
-        );
+        self.note(SeqId { request: id, index: 0 }, EventKind::Queued { ahead });
     }
 
     /// Make the next sequence of a request. It neither waits nor runs yet.
@@ -91,10 +76,7 @@ impl Core {
         let index = state.num_spawned;
         state.num_spawned += 1;
         let sequence = self.sequences.insert(Sequence {
-            id: SeqId {
-                request: state.request.id,
-                index,
-            },
+            id: SeqId { request: state.request.id, index },
             request,
             next_sibling: state.first_sequence,
             tokens,
@@ -142,19 +124,18 @@ impl Core {
         let Some(&place) = self.ids.get(&seq.request) else {
             return;
         };
+        // One that was to fork later comes to be on its own, and ends.
+        while self.requests[place].num_spawned <= seq.index {
+            let sibling = self.spawn_sibling(place);
+            self.wait(sibling);
+        }
         let mut next = self.requests[place].first_sequence;
         while let Some(sequence) = next {
             let state = &self.sequences[sequence];
             if state.id == seq {
                 let generated = state.num_output_tokens();
                 let kept = Some(num_tokens_kept.min(generated));
-                self.end(
-                    sequence,
-                    Ending {
-                        num_tokens_kept: kept,
-                        ..Ending::now(reason)
-                    },
-                );
+                self.end(sequence, Ending { num_tokens_kept: kept, ..Ending::now(reason) });
                 return;
             }
             next = state.next_sibling;
@@ -185,10 +166,11 @@ impl Core {
         match state.status {
             Status::Waiting => {
                 self.waiting.remove(sequence);
-                if !self.requests[request].was_admitted && !planted(Fault::AbortWaitingLeaks) {
+                let state = &self.requests[request];
+                let is_last = !state.was_admitted && state.num_live == 1;
+                if is_last && !planted(Fault::AbortWaitingLeaks) {
                     self.num_queued_requests -= 1;
-                    self.num_queued_tokens -= u64::from(self.requests[request].num_prompt_tokens);
-                    self.requests[request].was_admitted = true;
+                    self.num_queued_tokens -= u64::from(state.num_prompt_tokens);
                 }
             }
             Status::Running(slot) => self.leave(slot),
@@ -207,12 +189,7 @@ impl Core {
             num_output_tokens,
         });
         self.count_end(ending.reason);
-        self.note(
-            id,
-            EventKind::Finished {
-                reason: ending.reason,
-            },
-        );
+        self.note(id, EventKind::Finished { reason: ending.reason });
         self.unlink(request, sequence);
         let ended = self.sequences.remove(sequence);
         // The step path frees nothing large: the next submitter does.
@@ -233,10 +210,7 @@ impl Core {
     /// Make the next sequence of a request that has several, at the end of its prompt.
     pub(crate) fn spawn_sibling(&mut self, request: u32) -> u32 {
         let state = &mut self.requests[request];
-        let mut tokens = state
-            .spare_tokens
-            .pop()
-            .expect("a vector was reserved for each sequence");
+        let mut tokens = state.spare_tokens.pop().expect("a vector was reserved for each sequence");
         tokens.extend_from_slice(&state.request.prompt);
         self.spawn(request, tokens)
     }
@@ -307,12 +281,6 @@ pub(crate) struct Ending {
 impl Ending {
     /// Without a last token.
     pub(crate) fn now(reason: FinishReason) -> Self {
-        Self {
-            reason,
-            source_row: -1,
-            token: None,
-            stop_token: None,
-            num_tokens_kept: None,
-        }
+        Self { reason, source_row: -1, token: None, stop_token: None, num_tokens_kept: None }
     }
 }

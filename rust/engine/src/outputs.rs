@@ -99,10 +99,8 @@ impl StepOutputs {
             self.tokens.push(token as i32);
         }
         self.token_indptr.push(self.tokens.len() as u32);
-        self.finish_reasons
-            .push(entry.finish.map_or(0, |reason| reason as u8));
-        self.stop_tokens
-            .push(entry.stop_token.map_or(-1, |token| token as i32));
+        self.finish_reasons.push(entry.finish.map_or(0, |reason| reason as u8));
+        self.stop_tokens.push(entry.stop_token.map_or(-1, |token| token as i32));
         self.num_cached_tokens.push(entry.num_cached_tokens);
         self.num_output_tokens.push(entry.num_output_tokens);
     }

@@ -141,16 +141,14 @@ impl Core {
     }
 
     pub(crate) fn is_long(&self, remaining: u32) -> bool {
-        self.config
-            .long_prefill_threshold
-            .is_some_and(|threshold| remaining > threshold)
+        self.config.long_prefill_threshold.is_some_and(|threshold| remaining > threshold)
     }
 
     /// Tokens whose logits fit the output rows, where every position's are wanted.
     fn output_room(&self, pass: &Pass<'_>, slot: RowSlot) -> u32 {
         let row = &self.rows[slot.index()];
         if row.has(flags::SCORE) {
-            1 + pass.budget.spare_outputs()
+            pass.budget.spare_outputs() + u32::from(row.take == 0)
         } else {
             u32::MAX
         }
@@ -220,16 +218,11 @@ impl Core {
     /// Blocks that come back when steps in flight commit. Shared ones count although they may stay:
     /// it is better to wait for a commit than to preempt in vain.
     fn blocks_leaving(&self) -> usize {
-        self.leaving
-            .iter()
-            .map(|&slot| self.kv.num_blocks_of(slot))
-            .sum()
+        self.leaving.iter().map(|&slot| self.kv.num_blocks_of(slot)).sum()
     }
 
     fn first_in_service(&self) -> Option<RowSlot> {
-        self.service
-            .slots()
-            .find(|slot| !self.rows[slot.index()].has(flags::LEAVING))
+        self.service.slots().find(|slot| !self.rows[slot.index()].has(flags::LEAVING))
     }
 
     /// The last running sequence behind `place`.
@@ -237,22 +230,13 @@ impl Core {
         let staying = |slot: &RowSlot| !self.rows[slot.index()].has(flags::LEAVING);
         if planted(Fault::LeaderPreemptedInSamePass) {
             let had_turn = |slot: &RowSlot| self.rows[slot.index()].scheduled_in == pass.mark();
-            let found = self
-                .service
-                .slots()
-                .take(place)
-                .filter(staying)
-                .find(had_turn);
+            let found = self.service.slots().take(place).filter(staying).find(had_turn);
             if found.is_some() {
                 return found;
             }
         }
         let mut behind = self.service.slots().skip(place + 1).filter(staying);
-        if planted(Fault::FirstInsteadOfLastAsVictim) {
-            behind.next()
-        } else {
-            behind.last()
-        }
+        if planted(Fault::FirstInsteadOfLastAsVictim) { behind.next() } else { behind.last() }
     }
 
     /// Put a running sequence back into the queue for the sake of `by`.
@@ -268,13 +252,7 @@ impl Core {
         let seq = sequence.id;
         pass.num_preempted += 1;
         self.stats.num_preemptions += 1;
-        self.note(
-            seq,
-            EventKind::Preempted {
-                by: by.0,
-                computed: row.num_computed,
-            },
-        );
+        self.note(seq, EventKind::Preempted { by: by.0, computed: row.num_computed });
         self.leave(slot);
         self.settle_leaving(Some(self.oldest_in_flight().unwrap_or(pass.step)));
     }
@@ -294,10 +272,7 @@ impl Core {
             return true;
         }
         let request = &self.requests[sequence.request].request;
-        let key = SeqKey {
-            namespace: request.namespace,
-            spans: &request.spans,
-        };
+        let key = SeqKey { namespace: request.namespace, spans: &request.spans };
         let probe = self.kv.probe_from(slot, key, &sequence.tokens, limit);
         let next = self.kv.probe_next_hash();
         let mut computed = row.num_computed;
@@ -311,10 +286,7 @@ impl Core {
             self.count_hits(slot, computed - matched, computed);
         }
         let sure = (computed + block_size) as usize <= limit;
-        match next
-            .filter(|_| sure)
-            .and_then(|hash| self.leader(pass, hash, slot))
-        {
+        match next.filter(|_| sure).and_then(|hash| self.leader(pass, hash, slot)) {
             Some(leader) => {
                 self.note_follower(self.rows[slot.index()].sequence, leader);
                 false
@@ -327,9 +299,7 @@ impl Core {
     pub(crate) fn edits_left(&self, pass: &Pass<'_>) -> usize {
         let reserve = self.config.max_num_batched_tokens as usize / self.config.block_size as usize
             + 2 * self.config.max_num_seqs as usize;
-        pass.writer
-            .table_edits_left()
-            .saturating_sub(reserve + self.scratch.matched)
+        pass.writer.table_edits_left().saturating_sub(reserve + self.scratch.matched)
     }
 
     /// The row of this step that computes the block with `hash`, if it is another.
@@ -354,11 +324,8 @@ impl Core {
     /// hit.
     pub(crate) fn count_hits(&mut self, slot: RowSlot, from: u32, to: u32) {
         let row = &self.rows[slot.index()];
-        let first = if planted(Fault::RecomputeCountedAsHits) {
-            from
-        } else {
-            from.max(row.high_water)
-        };
+        let first =
+            if planted(Fault::RecomputeCountedAsHits) { from } else { from.max(row.high_water) };
         let hits = to.saturating_sub(first);
         self.scratch.matched += ((to - from) / self.config.block_size) as usize;
         self.stats.prefix_cache_hits += u64::from(hits);
@@ -454,12 +421,8 @@ impl Core {
         row.num_offered = full;
         let sequence = &self.sequences[row.sequence];
         let request = &self.requests[sequence.request].request;
-        let key = SeqKey {
-            namespace: request.namespace,
-            spans: &request.spans,
-        };
-        self.kv
-            .share(slot, key, &sequence.tokens, full as usize, step);
+        let key = SeqKey { namespace: request.namespace, spans: &request.spans };
+        self.kv.share(slot, key, &sequence.tokens, full as usize, step);
         let block = self.kv.table(slot)[full as usize - 1];
         self.block_user[block as usize] = slot;
     }
@@ -473,10 +436,7 @@ impl Core {
         }
         let sequence = &self.sequences[row.sequence];
         let request = &self.requests[sequence.request].request;
-        let key = SeqKey {
-            namespace: request.namespace,
-            spans: &request.spans,
-        };
+        let key = SeqKey { namespace: request.namespace, spans: &request.spans };
         if let Some(hash) = self.kv.next_block_hash(slot, key, &sequence.tokens) {
             // 0 stands for no claim; a block with that hash is computed twice at worst.
             self.names[slot.index()].claim = hash;

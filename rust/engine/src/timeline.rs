@@ -24,11 +24,7 @@ struct Ring<T> {
 
 impl<T: Copy> Ring<T> {
     fn new(capacity: usize) -> Self {
-        Self {
-            items: Vec::with_capacity(capacity),
-            capacity,
-            next: 0,
-        }
+        Self { items: Vec::with_capacity(capacity), capacity, next: 0 }
     }
 
     fn push(&mut self, item: T) {
@@ -52,10 +48,7 @@ impl<T: Copy> Ring<T> {
 
 impl Timeline {
     pub(crate) fn new(num_events: usize, num_steps: usize) -> Self {
-        Self {
-            events: Ring::new(num_events),
-            steps: Ring::new(num_steps),
-        }
+        Self { events: Ring::new(num_events), steps: Ring::new(num_steps) }
     }
 
     /// Take over what the step path gathered; the batches keep their memory.
@@ -70,19 +63,11 @@ impl Timeline {
 
     /// State changes of one request that are still in the ring, oldest first.
     pub(crate) fn of(&self, request: RequestId) -> Vec<TimelineEvent> {
-        self.events
-            .iter()
-            .filter(|event| event.seq.request == request)
-            .copied()
-            .collect()
+        self.events.iter().filter(|event| event.seq.request == request).copied().collect()
     }
 
     /// Steps `from` and later that are still in the ring, oldest first.
     pub(crate) fn steps_since(&self, from: StepId) -> Vec<StepRecord> {
-        self.steps
-            .iter()
-            .filter(|record| record.step >= from)
-            .copied()
-            .collect()
+        self.steps.iter().filter(|record| record.step >= from).copied().collect()
     }
 }

@@ -34,11 +34,7 @@ impl StepBudget {
     /// Tokens that a chunk may take now.
     pub fn chunk_room(&self, is_long: bool) -> u32 {
         let room = (self.tokens - self.reserved).min(self.max_chunk);
-        if is_long {
-            room.min(self.long_tokens)
-        } else {
-            room
-        }
+        if is_long { room.min(self.long_tokens) } else { room }
     }
 
     /// The same for a row that already has `taken` tokens in this step, the cap on long prompts lifted.

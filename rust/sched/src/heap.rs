@@ -16,10 +16,7 @@ pub struct IndexedHeap<K> {
 impl<K: Ord + Copy> IndexedHeap<K> {
     /// A heap for items `0..items`; more can come, at the cost of an allocation.
     pub fn with_capacity(items: usize) -> Self {
-        Self {
-            entries: Vec::with_capacity(items),
-            positions: vec![ABSENT; items],
-        }
+        Self { entries: Vec::with_capacity(items), positions: vec![ABSENT; items] }
     }
 
     /// Items in the heap.
@@ -39,15 +36,12 @@ impl<K: Ord + Copy> IndexedHeap<K> {
 
     /// Whether `item` is in the heap.
     pub fn contains(&self, item: u32) -> bool {
-        self.positions
-            .get(item as usize)
-            .is_some_and(|&position| position != ABSENT)
+        self.positions.get(item as usize).is_some_and(|&position| position != ABSENT)
     }
 
     /// The key of `item`, if it is in the heap.
     pub fn key(&self, item: u32) -> Option<K> {
-        self.contains(item)
-            .then(|| self.entries[self.positions[item as usize] as usize].0)
+        self.contains(item).then(|| self.entries[self.positions[item as usize] as usize].0)
     }
 
     /// Every item, in no order that means anything.
@@ -136,24 +130,10 @@ impl<K: Ord + Copy> IndexedHeap<K> {
     /// Panic if the heap order or a position is broken.
     pub fn check(&self) {
         for (at, &(key, item)) in self.entries.iter().enumerate() {
-            assert_eq!(
-                self.positions[item as usize] as usize, at,
-                "position of item {item}"
-            );
-            assert!(
-                at == 0 || self.entries[(at - 1) / 2].0 <= key,
-                "heap order at {at}"
-            );
+            assert_eq!(self.positions[item as usize] as usize, at, "position of item {item}");
+            assert!(at == 0 || self.entries[(at - 1) / 2].0 <= key, "heap order at {at}");
         }
-        let placed = self
-            .positions
-            .iter()
-            .filter(|&&position| position != ABSENT)
-            .count();
-        assert_eq!(
-            placed,
-            self.entries.len(),
-            "positions of items that are not in the heap"
-        );
+        let placed = self.positions.iter().filter(|&&position| position != ABSENT).count();
+        assert_eq!(placed, self.entries.len(), "positions of items that are not in the heap");
     }
 }

@@ -212,11 +212,7 @@ macro_rules! views {
 impl<'a> PlanView<'a> {
     /// Read a plan that `Core::plan` wrote.
     pub fn new(layout: &'a PlanLayout, words: &'a [i32]) -> Self {
-        assert_eq!(
-            words[Header::Version as usize],
-            PLAN_VERSION,
-            "plan version"
-        );
+        assert_eq!(words[Header::Version as usize], PLAN_VERSION, "plan version");
         Self { layout, words }
     }
 
@@ -250,19 +246,15 @@ impl<'a> PlanView<'a> {
 
     /// CSR row starts, one more than there are rows.
     pub fn query_indptr(&self) -> &'a [i32] {
-        &self.words[self
-            .layout
-            .query_indptr
-            .range(self.count(Header::NumRows) + 1)]
+        &self.words[self.layout.query_indptr.range(self.count(Header::NumRows) + 1)]
     }
 
     /// Slots assigned and released, in order.
     pub fn slot_events(&self) -> impl Iterator<Item = SlotEvent<'a>> {
         let words = self.count(Header::NumSlotEvents) * SLOT_EVENT_WORDS;
         let payload = self.event_words();
-        self.words[self.layout.slot_events.range(words)]
-            .chunks_exact(SLOT_EVENT_WORDS)
-            .map(move |event| {
+        self.words[self.layout.slot_events.range(words)].chunks_exact(SLOT_EVENT_WORDS).map(
+            move |event| {
                 let num_tokens = event[6] as usize;
                 let offset = event[7] as usize;
                 let num_sampling = event[8] as usize;
@@ -277,7 +269,8 @@ impl<'a> PlanView<'a> {
                     sampling: &payload[offset..tokens],
                     tokens: &payload[tokens..tokens + num_tokens],
                 }
-            })
+            },
+        )
     }
 
     /// The plan as text, a line a row: for people and snapshots.
@@ -291,11 +284,8 @@ impl<'a> PlanView<'a> {
         );
         for event in self.slot_events() {
             let what = if event.assigned { "assign" } else { "release" };
-            let _ = writeln!(
-                text,
-                "  {what} slot {} r{}.{}",
-                event.slot, event.request, event.index
-            );
+            let _ =
+                writeln!(text, "  {what} slot {} r{}.{}", event.slot, event.request, event.index);
         }
         for copy in self.copies().chunks_exact(COPY_WORDS) {
             let _ = writeln!(text, "  copy block {} to {}", copy[0], copy[1]);

@@ -84,22 +84,13 @@ pub struct OrderKey {
 impl OrderKey {
     /// The key of a sequence that has not aged.
     pub fn new(rank: i64, order: u64, index: u32) -> Self {
-        Self {
-            class: 1,
-            rank,
-            order,
-            index,
-        }
+        Self { class: 1, rank, order, index }
     }
 
     /// The same sequence, ahead of every one that came later.
     #[must_use]
     pub fn aged(self) -> Self {
-        Self {
-            class: 0,
-            rank: 0,
-            ..self
-        }
+        Self { class: 0, rank: 0, ..self }
     }
 
     /// Whether it has aged.

@@ -97,9 +97,7 @@ impl WaitQueue {
     }
 
     fn key_of(&self, sequence: u32) -> OrderKey {
-        self.by_order
-            .key(sequence)
-            .expect("an ageing sequence waits")
+        self.by_order.key(sequence).expect("an ageing sequence waits")
     }
 
     /// Panic if the heaps are broken or disagree.
@@ -107,10 +105,7 @@ impl WaitQueue {
         self.by_order.check();
         self.by_arrival.check();
         for sequence in self.by_arrival.items() {
-            assert!(
-                self.by_order.contains(sequence),
-                "sequence {sequence} ages but does not wait"
-            );
+            assert!(self.by_order.contains(sequence), "sequence {sequence} ages but does not wait");
         }
     }
 }

@@ -112,9 +112,7 @@ pub struct ServiceOrder {
 impl ServiceOrder {
     /// Room for `rows`.
     pub fn with_capacity(rows: usize) -> Self {
-        Self {
-            entries: Vec::with_capacity(rows),
-        }
+        Self { entries: Vec::with_capacity(rows) }
     }
 
     /// Running sequences.
@@ -180,9 +178,7 @@ pub struct PlanOrder {
 impl PlanOrder {
     /// Room for `rows`.
     pub fn with_capacity(rows: usize) -> Self {
-        Self {
-            places: Vec::with_capacity(rows),
-        }
+        Self { places: Vec::with_capacity(rows) }
     }
 
     /// The places.
@@ -201,16 +197,10 @@ impl PlanOrder {
         let after =
             sibling.and_then(|sibling| self.places.iter().position(|place| place.slot == sibling));
         let Some(after) = after else {
-            self.places.push(Place {
-                slot,
-                num_shared: 0,
-            });
+            self.places.push(Place { slot, num_shared: 0 });
             return;
         };
-        let place = Place {
-            slot,
-            num_shared: shared(self.places[after].slot, slot),
-        };
+        let place = Place { slot, num_shared: shared(self.places[after].slot, slot) };
         if let Some(next) = self.places.get_mut(after + 1) {
             next.num_shared = shared(slot, next.slot);
         }

@@ -90,10 +90,7 @@ pub struct Slab<T> {
 impl<T> Slab<T> {
     /// Room for `capacity` before anything grows.
     pub fn with_capacity(capacity: usize) -> Self {
-        Self {
-            places: Vec::with_capacity(capacity),
-            free: Vec::with_capacity(capacity),
-        }
+        Self { places: Vec::with_capacity(capacity), free: Vec::with_capacity(capacity) }
     }
 
     /// Put `value` in a free place.
@@ -108,9 +105,7 @@ impl<T> Slab<T> {
 
     /// Empty a place. Panics if it is empty.
     pub fn remove(&mut self, place: u32) -> T {
-        let value = self.places[place as usize]
-            .take()
-            .expect("the place is in use");
+        let value = self.places[place as usize].take().expect("the place is in use");
         self.free.push(place);
         value
     }
@@ -139,17 +134,13 @@ impl<T> std::ops::Index<u32> for Slab<T> {
 
     #[inline]
     fn index(&self, place: u32) -> &T {
-        self.places[place as usize]
-            .as_ref()
-            .expect("the place is in use")
+        self.places[place as usize].as_ref().expect("the place is in use")
     }
 }
 
 impl<T> std::ops::IndexMut<u32> for Slab<T> {
     #[inline]
     fn index_mut(&mut self, place: u32) -> &mut T {
-        self.places[place as usize]
-            .as_mut()
-            .expect("the place is in use")
+        self.places[place as usize].as_mut().expect("the place is in use")
     }
 }

@@ -120,8 +120,7 @@ impl PlanWriter<'_> {
     /// An output of the token written last, or of one `back` places before it.
     #[inline]
     pub fn output(&mut self, back: u32, slot: u32, kind: OutputKind) {
-        self.out_rows
-            .push((self.token_ids.used - 1) as i32 - back as i32);
+        self.out_rows.push((self.token_ids.used - 1) as i32 - back as i32);
         self.out_slots.push(slot as i32);
         self.out_kinds.push(kind as i32);
     }
@@ -147,14 +146,7 @@ impl PlanWriter<'_> {
 
     /// A slot has a new sequence.
     pub fn assigned(&mut self, assignment: &Assignment<'_>) {
-        let Assignment {
-            slot,
-            seq,
-            num_prompt_tokens,
-            adapter,
-            sampling,
-            tokens,
-        } = *assignment;
+        let Assignment { slot, seq, num_prompt_tokens, adapter, sampling, tokens } = *assignment;
         let mut event = [0; SLOT_EVENT_WORDS];
         event[0] = 1;
         event[1] = slot as i32;
@@ -216,14 +208,8 @@ impl PlanWriter<'_> {
             (Header::NumRows, self.row_slots.used as i32),
             (Header::NumTokens, self.token_ids.used as i32),
             (Header::NumOutputs, self.out_rows.used as i32),
-            (
-                Header::NumTableEdits,
-                (self.table_edits.used / TABLE_EDIT_WORDS) as i32,
-            ),
-            (
-                Header::NumSlotEvents,
-                (self.slot_events.used / SLOT_EVENT_WORDS) as i32,
-            ),
+            (Header::NumTableEdits, (self.table_edits.used / TABLE_EDIT_WORDS) as i32),
+            (Header::NumSlotEvents, (self.slot_events.used / SLOT_EVENT_WORDS) as i32),
             (Header::NumEventWords, self.event_words.used as i32),
             (Header::NumCopiesOut, (self.copies_out.used / 4) as i32),
             (Header::NumCopiesIn, (self.copies_in.used / 4) as i32),

@@ -137,11 +137,7 @@ fn decode_rows_keep_their_tokens() {
 
 #[test]
 fn long_prompts_share_their_part_and_may_take_what_is_left() {
-    let config = CoreConfig {
-        max_long_prefill_percent: 25,
-        max_chunk_tokens: Some(8),
-        ..config()
-    };
+    let config = CoreConfig { max_long_prefill_percent: 25, max_chunk_tokens: Some(8), ..config() };
     let mut budget = StepBudget::new(&config, 0);
     assert_eq!((budget.chunk_room(true), budget.chunk_room(false)), (5, 8));
     budget.take_chunk(3, true);
