@@ -107,10 +107,7 @@ impl Default for CoreConfig {
             num_step_records: 4096,
             num_timeline_events: 65_536,
             enable_block_events: false,
-            groups: vec![LayerGroup {
-                layers: 1,
-                window: None,
-            }],
+            groups: vec![LayerGroup { layers: 1, window: None }],
         }
     }
 }
@@ -123,6 +120,18 @@ pub struct ConfigError {
     pub problems: Vec<String>,
 }
 
+/// What is wrong with a configuration, one sentence a field.
+#[derive(Default)]
+struct Problems(Vec<String>);
+
+impl Problems {
+    fn want(&mut self, ok: bool, field: &str, value: &dyn std::fmt::Display, want: &str) {
+        if !ok {
+            self.0.push(format!("{field}={value}: want {want}"));
+        }
+    }
+}
+
 impl CoreConfig {
     /// Check every field, then lower the limits that depend on others.
     ///
@@ -131,14 +140,20 @@ impl CoreConfig {
     /// # Errors
     ///
     /// [`ConfigError`] names every bad field.
-    pub fn validated(mut self) -> Result<(Self, Vec<String>), ConfigError> {
-        let mut problems = Vec::new();
-        let mut want = |ok: bool, field: &str, value: &dyn std::fmt::Display, want: &str| {
-            if !ok {
-                problems.push(format!("{field}={value}: want {want}"));
-            }
-        };
-        want(
+    pub fn validated(self) -> Result<(Self, Vec<String>), ConfigError> {
+        let mut problems = Problems::default();
+        self.check_sizes(&mut problems);
+        self.check_step_limits(&mut problems);
+        self.check_model(&mut problems);
+        if problems.0.is_empty() {
+            Ok(self.lowered())
+        } else {
+            Err(ConfigError { problems: problems.0 })
+        }
+    }
+
+    fn check_sizes(&self, problems: &mut Problems) {
+        problems.want(
             self.block_size.is_power_of_two() && self.block_size <= 256,
             "block_size",
             &self.block_size,
@@ -153,109 +168,107 @@ impl CoreConfig {
             ("num_step_records", self.num_step_records),
             ("num_timeline_events", self.num_timeline_events),
         ] {
-            want((1..=1 << 30).contains(&value), name, &value, "1 to 2^30");
+            problems.want((1..=1 << 30).contains(&value), name, &value, "1 to 2^30");
         }
-        want(
+        problems.want(
             u64::from(self.num_blocks) * u64::from(self.block_size) <= i32::MAX as u64,
             "num_blocks",
             &self.num_blocks,
             "num_blocks * block_size below 2^31, so that a slot fits the plan's int32",
         );
-        want(
+        problems.want(
             self.max_num_seqs <= 1 << 20,
             "max_num_seqs",
             &self.max_num_seqs,
             "at most 2^20",
         );
+    }
+
+    fn check_step_limits(&self, problems: &mut Problems) {
         if let Some(chunk) = self.max_chunk_tokens {
-            want(
-                chunk >= 1,
-                "max_chunk_tokens",
-                &chunk,
-                "at least 1, or none",
-            );
+            problems.want(chunk >= 1, "max_chunk_tokens", &chunk, "at least 1, or none");
         }
-        want(
+        problems.want(
             (1..=100).contains(&self.max_long_prefill_percent),
             "max_long_prefill_percent",
             &self.max_long_prefill_percent,
             "1 to 100",
         );
-        want(
+        problems.want(
             self.max_num_output_rows >= 1,
             "max_num_output_rows",
             &self.max_num_output_rows,
             "at least 1",
         );
-        want(
+        problems.want(
             (1..=8).contains(&self.max_num_steps_in_flight),
             "max_num_steps_in_flight",
             &self.max_num_steps_in_flight,
             "1 to 8",
         );
-        want(
+        problems.want(
             self.max_num_draft_tokens == 0,
             "max_num_draft_tokens",
             &self.max_num_draft_tokens,
             "0 (speculation is not built yet)",
         );
-        want(
+        problems.want(
             self.watermark_blocks < self.num_blocks.max(1),
             "watermark_blocks",
             &self.watermark_blocks,
             "less than num_blocks",
         );
-        want(
-            (1..=i32::MAX as u32).contains(&self.vocab_size),
+    }
+
+    fn check_model(&self, problems: &mut Problems) {
+        problems.want(
+            i32::try_from(self.vocab_size).is_ok_and(|size| size >= 1),
             "vocab_size",
             &self.vocab_size,
             "1 to 2^31 - 1",
         );
-        want(
+        problems.want(
             (1..=4096).contains(&self.max_num_sequences_per_request),
             "max_num_sequences_per_request",
             &self.max_num_sequences_per_request,
             "1 to 4096",
         );
-        want(
+        problems.want(
             self.groups.len() == 1,
             "groups",
             &self.groups.len(),
             "exactly one layer group (windowed groups are not built yet)",
         );
         for group in &self.groups {
-            want(
-                group.layers >= 1,
-                "groups.layers",
-                &group.layers,
-                "at least 1",
-            );
+            problems.want(group.layers >= 1, "groups.layers", &group.layers, "at least 1");
             if let Some(window) = group.window {
-                want(window >= 1, "groups.window", &window, "at least 1, or none");
+                problems.want(window >= 1, "groups.window", &window, "at least 1, or none");
             }
         }
-        if !problems.is_empty() {
-            return Err(ConfigError { problems });
-        }
+    }
 
+    /// Lower what other limits bound, with one sentence each.
+    fn lowered(mut self) -> (Self, Vec<String>) {
         let mut warnings = Vec::new();
         let pool_tokens = self.num_blocks * self.block_size;
         if self.max_model_len > pool_tokens {
             warnings.push(format!(
-                "max_model_len lowered from {} to {pool_tokens}, which is what {} blocks of {} tokens hold",
+                "max_model_len lowered from {} to {pool_tokens}, which is what {} blocks of {} \
+                 tokens hold",
                 self.max_model_len, self.num_blocks, self.block_size
             ));
             self.max_model_len = pool_tokens;
         }
         if self.max_num_seqs > self.max_num_batched_tokens {
             warnings.push(format!(
-                "max_num_seqs lowered from {} to {}, so that every running row fits the token budget",
+                "max_num_seqs lowered from {} to {}, so that every running row fits the token \
+                 budget",
                 self.max_num_seqs, self.max_num_batched_tokens
             ));
             self.max_num_seqs = self.max_num_batched_tokens;
         }
         self.max_num_output_rows = self.max_num_output_rows.max(self.max_num_seqs);
-        Ok((self, warnings))
+        (self, warnings)
     }
 
     /// Blocks that the longest sequence takes.
