@@ -132,6 +132,12 @@ def reference(folder: Path) -> transformers.PreTrainedModel:
 
 
 @cache
+def reference_tokenizer(path: Path) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer that transformers makes of a GGUF file. It takes seconds, so it is kept."""
+    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@cache
 def _tokenizer_json() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

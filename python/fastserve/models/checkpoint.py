@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastserve.errors import ModelError
-from fastserve.models.dequant import decode
+from fastserve.models.dequant import decode, is_known
 from fastserve.models.gguf_file import GgufFile
 from fastserve.models.safetensors_file import tensors_in_folder
 from fastserve.models.tensors import TensorInfo
@@ -160,6 +160,11 @@ class TensorReader:
             ModelError: The file ends early or its number format is not known.
         """
         layout = info.format
+        if not is_known(layout):
+            raise ModelError(
+                f"{info.path}: tensor {info.name} has number format {layout.name}, which is not "
+                "supported"
+            )
         file = self._open(info)
         per_index = math.prod(into.shape[1:])
         step = max(1, _CHUNK_ELEMENTS // per_index)

@@ -17,18 +17,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fastserve.errors import ModelError
-from fastserve.models.tensors import Format
+from fastserve.models.tensors import Format, find_format
 
 Decode = Callable[[Tensor, Tensor], None]
 
 
-def decode(layout: Format, raw: Tensor, out: Tensor) -> None:
-    """Fill ``out`` with the numbers in ``raw``.
+def is_known(layout: Format) -> bool:
+    """Whether a decoder here or in ``gguf`` knows the format."""
+    return layout.name in _DECODERS or find_format(layout.name) is not None
 
-    Raises:
-        ModelError: No decoder here or in ``gguf`` knows the format.
-    """
+
+def decode(layout: Format, raw: Tensor, out: Tensor) -> None:
+    """Fill ``out`` with the numbers in ``raw``."""
     known = _DECODERS.get(layout.name)
     if known is not None:
         known(raw, out)
@@ -111,8 +111,5 @@ _DECODERS: Final[dict[str, Decode]] = {
 def _decode_rare(layout: Format, raw: Tensor, out: Tensor) -> None:
     import gguf
 
-    kind = gguf.GGMLQuantizationType.__members__.get(layout.name)
-    if kind not in gguf.quants._type_traits:
-        raise ModelError(f"number format {layout.name} is not supported")
-    numbers = gguf.dequantize(raw.numpy(), kind)
+    numbers = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[layout.name])
     out.copy_(torch.from_numpy(numbers).view_as(out))
