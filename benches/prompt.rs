@@ -6,6 +6,8 @@
 //! words for every token to compute. `match_us` is the lookup alone, through the KV manager.
 //! Submitting is timed apart, as `submit_us`: it happens on the caller's thread.
 
+#![allow(clippy::print_stdout, reason = "a bench prints its results")]
+
 mod common;
 
 use std::hint::black_box;

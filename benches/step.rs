@@ -9,6 +9,8 @@
 //! One JSON line a case: the median, the 99th percentile and the worst step, and the allocations
 //! that plan and commit made in all timed steps together.
 
+#![allow(clippy::print_stdout, reason = "a bench prints its results")]
+
 mod common;
 
 use std::time::Instant;

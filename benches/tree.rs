@@ -4,6 +4,8 @@
 //! filled first, so that each prompt evicts as many blocks as it adds; a bench that starts empty
 //! measures the filling instead.
 
+#![allow(clippy::print_stdout, reason = "a bench prints its results")]
+
 mod common;
 
 use std::time::Instant;

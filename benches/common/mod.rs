@@ -43,7 +43,7 @@ pub fn allocations() -> u64 {
     ALLOCATIONS.load(Ordering::Relaxed)
 }
 
-/// SplitMix64: seeded, so that every run does the same work.
+/// `SplitMix64`: seeded, so that every run does the same work.
 pub struct Random(pub u64);
 
 impl Random {
@@ -56,7 +56,7 @@ impl Random {
     }
 
     pub fn below(&mut self, limit: u32) -> u32 {
-        ((self.next() >> 32) * u64::from(limit) >> 32) as u32
+        (((self.next() >> 32) * u64::from(limit)) >> 32) as u32
     }
 
     pub fn tokens(&mut self, count: usize) -> Vec<u32> {

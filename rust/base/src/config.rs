@@ -69,7 +69,7 @@ pub struct CoreConfig {
     pub max_sampling_words: u32,
     /// Failed steps after which a sequence ends with `error`.
     pub max_num_step_failures: u32,
-    /// Copies to or from another tier that may be under way at once.
+    /// Copies to or from another tier that may be under way at once, at most 4,096.
     pub max_num_tickets: u32,
     /// Seed of the hash that finds tree nodes. Never decides equality.
     pub hash_seed: u64,
@@ -130,18 +130,7 @@ pub struct ConfigError {
 struct Problems(Vec<String>);
 
 impl Problems {
-    fn want(&mut self, ok: bool, field: &str, value: &dyn std::fmt::Display, want: &str) {
-        if !ok {
-            self.0.push(format!("{field}={value}: want {want}"));
-        }
-    }
-}
-
-/// Gathers one sentence a bad field.
-struct Problems(Vec<String>);
-
-impl Problems {
-    fn want(&mut self, ok: bool, field: &str, value: impl Display, want: &str) {
+    fn want(&mut self, ok: bool, field: &str, value: &dyn Display, want: &str) {
         if !ok {
             self.0.push(format!("{field}={value}: want {want}"));
         }
@@ -187,7 +176,7 @@ impl CoreConfig {
             problems.want((1..=1 << 30).contains(&value), name, &value, "1 to 2^30");
         }
         problems.want(
-            i32::try_from(u64::from(self.num_blocks) * u64::from(self.block_size)).is_ok(),
+            u64::from(self.num_blocks) * u64::from(self.block_size) <= i32::MAX as u64,
             "num_blocks",
             &self.num_blocks,
             "num_blocks * block_size below 2^31, so that a slot fits the plan's int32",
@@ -227,6 +216,12 @@ impl CoreConfig {
             "max_num_draft_tokens",
             &self.max_num_draft_tokens,
             "0 (speculation is not built yet)",
+        );
+        problems.want(
+            self.max_num_tickets <= 4096,
+            "max_num_tickets",
+            &self.max_num_tickets,
+            "at most 4096",
         );
         problems.want(
             self.watermark_blocks < self.num_blocks.max(1),
@@ -285,84 +280,6 @@ impl CoreConfig {
         }
         self.max_num_output_rows = self.max_num_output_rows.max(self.max_num_seqs);
         (self, warnings)
-    }
-
-    fn problems(&self) -> Vec<String> {
-        let mut problems = Problems(Vec::new());
-        self.check_sizes(&mut problems);
-        self.check_limits(&mut problems);
-        self.check_groups(&mut problems);
-        problems.0
-    }
-
-    fn check_sizes(&self, problems: &mut Problems) {
-        let block_size = self.block_size;
-        let legal = block_size.is_power_of_two() && block_size <= 256;
-        problems.want(legal, "block_size", block_size, "a power of two up to 256");
-        for (name, value) in [
-            ("num_blocks", self.num_blocks),
-            ("max_model_len", self.max_model_len),
-            ("max_num_seqs", self.max_num_seqs),
-            ("max_num_batched_tokens", self.max_num_batched_tokens),
-            ("max_num_queued_requests", self.max_num_queued_requests),
-            ("num_step_records", self.num_step_records),
-            ("num_timeline_events", self.num_timeline_events),
-        ] {
-            problems.want((1..=1 << 30).contains(&value), name, value, "1 to 2^30");
-        }
-        let num_slots = u64::from(self.num_blocks) * u64::from(block_size);
-        problems.want(
-            i32::try_from(num_slots).is_ok(),
-            "num_blocks",
-            self.num_blocks,
-            "num_blocks * block_size below 2^31, so that a slot fits the plan's int32",
-        );
-        let rows = self.max_num_seqs;
-        problems.want(rows <= 1 << 20, "max_num_seqs", rows, "at most 2^20");
-        let vocab_size = self.vocab_size;
-        let legal = (1..=i32::MAX as u32).contains(&vocab_size);
-        problems.want(legal, "vocab_size", vocab_size, "1 to 2^31 - 1");
-    }
-
-    fn check_limits(&self, problems: &mut Problems) {
-        if let Some(chunk) = self.max_chunk_tokens {
-            problems.want(chunk >= 1, "max_chunk_tokens", chunk, "at least 1, or none");
-        }
-        for (name, value, min, max) in [
-            ("max_long_prefill_percent", self.max_long_prefill_percent, 1, 100),
-            ("max_num_output_rows", self.max_num_output_rows, 1, 1 << 30),
-            ("max_num_steps_in_flight", self.max_num_steps_in_flight, 1, 8),
-            ("max_num_sequences_per_request", self.max_num_sequences_per_request, 1, 4096),
-            ("max_num_tickets", self.max_num_tickets, 0, 4096),
-        ] {
-            let legal = (min..=max).contains(&value);
-            problems.want(legal, name, value, &format!("{min} to {max}"));
-        }
-        let drafts = self.max_num_draft_tokens;
-        problems.want(
-            drafts == 0,
-            "max_num_draft_tokens",
-            drafts,
-            "0 (speculation is not built yet)",
-        );
-        let watermark = self.watermark_blocks;
-        let legal = watermark < self.num_blocks.max(1);
-        problems.want(legal, "watermark_blocks", watermark, "less than num_blocks");
-    }
-
-    fn check_groups(&self, problems: &mut Problems) {
-        problems.want(
-            self.groups.len() == 1,
-            "groups",
-            self.groups.len(),
-            "exactly one layer group (windowed groups are not built yet)",
-        );
-        for group in &self.groups {
-            problems.want(group.layers >= 1, "groups.layers", group.layers, "at least 1");
-            if let Some(window) = group.window {
-                problems.want(window >= 1, "groups.window", window, "at least 1, or none");
-            }
-        }
     }
 
     /// Blocks that the longest sequence takes.

@@ -377,16 +377,16 @@ impl Core {
     /// Let the other threads see how things stand.
     pub(crate) fn publish(&mut self) {
         let stats = self.stats();
-        let mut state = self.shared.state();
-        state.stats = stats;
-        state.num_queued_requests = self.num_queued_requests;
+        let mut shared = self.shared.state();
+        shared.stats = stats;
+        shared.num_queued_requests = self.num_queued_requests;
         for id in self.ended.drain(..) {
-            state.ids.remove(&id);
+            shared.ids.remove(&id);
         }
-        let room = state.retired.capacity() - state.retired.len();
+        let room = shared.retired.capacity() - shared.retired.len();
         let kept = self.retired.len().min(room);
-        state.retired.extend(self.retired.drain(..kept));
-        drop(state);
+        shared.retired.extend(self.retired.drain(..kept));
+        drop(shared);
         self.retired.clear();
         self.shared.absorb(&mut self.events, &mut self.step_records);
     }

@@ -211,10 +211,10 @@ impl Inbox {
 
     /// Counters and gauges as of the last plan or commit; the queue as of now.
     pub fn stats(&self) -> Stats {
-        let state = self.shared.state();
-        let mut stats = state.stats;
-        stats.num_waiting += state.num_new_requests as u64;
-        stats.num_queued_tokens += state.num_new_tokens;
+        let shared = self.shared.state();
+        let mut stats = shared.stats;
+        stats.num_waiting += shared.num_new_requests as u64;
+        stats.num_queued_tokens += shared.num_new_tokens;
         stats
     }
 

@@ -264,7 +264,7 @@ impl Core {
         let block_size = self.config.block_size;
         let sequence = &self.sequences[row.sequence];
         let limit = match_limit(sequence, row.has(flags::SCORE));
-        let at_boundary = row.num_computed % block_size == 0;
+        let at_boundary = row.num_computed.is_multiple_of(block_size);
         if !self.config.enable_prefix_caching
             || !at_boundary
             || (row.num_computed + block_size) as usize > limit
@@ -489,7 +489,9 @@ impl Core {
         row.num_pending = 1;
         row.last_step = pass.step;
         row.scheduled_in = pass.step.0 as u32;
-        if above.num_computed % self.config.block_size != 0 && !planted(Fault::CopyOnWriteSkipped) {
+        if !above.num_computed.is_multiple_of(self.config.block_size)
+            && !planted(Fault::CopyOnWriteSkipped)
+        {
             row.flags |= flags::FORKED;
             self.rows[parent.index()].flags |= flags::FORKED;
         }

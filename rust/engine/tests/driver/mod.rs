@@ -107,9 +107,11 @@ impl Driver {
                 let history = self.tokens_of.get_mut(&slot).expect("the slot was assigned");
                 let token = next_token(history);
                 history.push(token);
-                (counts.push(1), tokens.push(token as i32));
+                counts.push(1);
+                tokens.push(token as i32);
             } else {
-                (counts.push(0), tokens.push(0));
+                counts.push(0);
+                tokens.push(0);
             }
         }
         self.planned.push_back((self.sizes.step, counts, tokens));
