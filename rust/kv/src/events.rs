@@ -83,11 +83,7 @@ pub struct BlockInfo {
 pub(crate) fn chain_hash(parent: Option<ChainHash>, key: &BlockKey<'_>) -> ChainHash {
     let mut sha = Sha256::new();
     sha.update([u8::from(parent.is_some())]);
-    sha.update(
-        parent
-            .map_or(key.namespace.0, |parent| parent.0)
-            .to_be_bytes(),
-    );
+    sha.update(parent.map_or(key.namespace.0, |parent| parent.0).to_be_bytes());
     sha.update((key.tokens.len() as u32).to_le_bytes());
     for token in key.tokens {
         sha.update(token.to_le_bytes());
@@ -98,9 +94,7 @@ pub(crate) fn chain_hash(parent: Option<ChainHash>, key: &BlockKey<'_>) -> Chain
         sha.update(span.digest.to_le_bytes());
     }
     let digest: [u8; 32] = sha.finalize().into();
-    let (first, _) = digest
-        .split_first_chunk()
-        .expect("32 bytes have a first 16");
+    let (first, _) = digest.split_first_chunk().expect("32 bytes have a first 16");
     ChainHash(u128::from_be_bytes(*first))
 }
 
@@ -113,10 +107,7 @@ pub(crate) struct EventLog {
 
 impl EventLog {
     pub(crate) fn new(num_blocks: u32) -> Self {
-        Self {
-            pending: Vec::new(),
-            hashes: vec![ChainHash::default(); num_blocks as usize],
-        }
+        Self { pending: Vec::new(), hashes: vec![ChainHash::default(); num_blocks as usize] }
     }
 
     /// Chain hash of a node.
@@ -129,13 +120,7 @@ impl EventLog {
         let (hash, namespace) = (chain_hash(parent, key), key.namespace);
         self.hashes[block.index()] = hash;
         let tier = CacheTier::Device;
-        self.pending.push(BlockEvent::Stored {
-            block,
-            hash,
-            parent,
-            namespace,
-            tier,
-        });
+        self.pending.push(BlockEvent::Stored { block, hash, parent, namespace, tier });
     }
 
     pub(crate) fn removed(&mut self, block: BlockId) {
@@ -152,3 +137,6 @@ impl EventLog {
         std::mem::swap(&mut self.pending, into);
     }
 }
+
+#[cfg(test)]
+mod tests;

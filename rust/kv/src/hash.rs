@@ -54,7 +54,8 @@ impl ChainHasher {
     }
 
     /// Hash of the block of `tokens` below `parent`, overlapped by `spans`.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "see match_path")]
+    #[inline(always)]
     pub(crate) fn next(&self, parent: u64, tokens: &[Token], spans: &[Span]) -> u64 {
         let mut content = 0_u64;
         let (whole, rest) = tokens.as_chunks::<LANE>();
@@ -77,18 +78,11 @@ impl ChainHasher {
 
     /// A fault that takes the hash for equality shows only where hashes collide.
     #[inline]
-    #[cfg_attr(
-        not(test),
-        expect(clippy::unused_self, reason = "the test's mask is in it")
-    )]
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "the test's mask is in it"))]
     fn few_bits_if_planted(&self, hash: u64) -> u64 {
         #[cfg(test)]
         let hash = hash & self.mask;
-        if planted(Fault::HashTakenForEquality) {
-            hash & (7 << 61)
-        } else {
-            hash
-        }
+        if planted(Fault::HashTakenForEquality) { hash & (7 << 61) } else { hash }
     }
 }
 
@@ -116,3 +110,6 @@ fn split_mix(state: &mut u64) -> u64 {
     let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ z >> 31
 }
+
+#[cfg(test)]
+mod tests;

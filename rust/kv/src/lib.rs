@@ -22,6 +22,8 @@ mod manager;
 mod pool;
 mod spans;
 mod table;
+#[cfg(test)]
+mod test_support;
 mod tree;
 
 pub use events::{BlockEvent, BlockInfo, CacheTier, ChainHash};

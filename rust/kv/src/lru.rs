@@ -49,10 +49,7 @@ pub(crate) struct Lru {
 impl Lru {
     /// Empty, with room for blocks `0..capacity`.
     pub(crate) fn new(capacity: u32) -> Self {
-        Self {
-            heap: Vec::with_capacity(capacity as usize),
-            places: vec![None; capacity as usize],
-        }
+        Self { heap: Vec::with_capacity(capacity as usize), places: vec![None; capacity as usize] }
     }
 
     pub(crate) fn contains(&self, block: BlockId) -> bool {
@@ -77,10 +74,7 @@ impl Lru {
         let Some(place) = self.places[block.index()].take() else {
             return;
         };
-        let last = self
-            .heap
-            .pop()
-            .expect("a block with a place is in the heap");
+        let last = self.heap.pop().expect("a block with a place is in the heap");
         if last.block != block {
             self.replace(place.index(), last);
         }
@@ -149,10 +143,7 @@ impl Lru {
     /// for which `want` gives a last use. O(capacity).
     pub(crate) fn check(&self, want: impl Fn(BlockId) -> Option<u64>) {
         for (index, key) in self.heap.iter().enumerate().skip(1) {
-            assert!(
-                self.heap[(index - 1) / ARITY] < *key,
-                "heap order at {index}"
-            );
+            assert!(self.heap[(index - 1) / ARITY] < *key, "heap order at {index}");
         }
         for (block, place) in self.places.iter().enumerate() {
             let block = BlockId(block as u32);
@@ -164,3 +155,6 @@ impl Lru {
         assert_eq!(num_placed, self.heap.len(), "blocks in the heap");
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,9 +10,10 @@
 //! 1. A block has as many uses as it has places in the tables of open slots.
 //! 2. The first `num_shared` blocks of a slot are nodes of the tree, each the parent of the next, the
 //!    first one in the slot's namespace.
-//! 3. Whoever holds a node holds its ancestors. So what is below a cached node is cached, and every
+//! 3. Tables that have a block in common agree on all before it.
+//! 4. Whoever holds a node holds its ancestors. So what is below a cached node is cached, and every
 //!    cached block can be evicted, leaves first.
-//! 4. Cached blocks are nodes, free blocks are not. A cached node was used no earlier than its
+//! 5. Cached blocks are nodes, free blocks are not. A cached node was used no earlier than its
 //!    children. What can be evicted at once, the cached leaves, is in the heap of `lru`.
 //!
 //! # Cost
@@ -143,9 +144,7 @@ impl KvManager {
             num_evicted: 0,
             path: Vec::with_capacity(max_blocks_per_seq),
             last_probe: None,
-            events: config
-                .enable_block_events
-                .then(|| EventLog::new(config.num_blocks)),
+            events: config.enable_block_events.then(|| EventLog::new(config.num_blocks)),
         }
     }
 
@@ -153,11 +152,7 @@ impl KvManager {
     pub fn open(&mut self, slot: RowSlot, namespace: Namespace) {
         let state = &mut self.slots[slot.index()];
         assert!(!state.is_open, "{slot:?} is open already");
-        *state = Slot {
-            namespace,
-            is_open: true,
-            ..Slot::default()
-        };
+        *state = Slot { namespace, is_open: true, ..Slot::default() };
     }
 
     /// Append `n` fresh blocks to the table of `slot`, or change nothing.
@@ -185,10 +180,7 @@ impl KvManager {
     pub fn fork(&mut self, from: RowSlot, to: RowSlot) {
         let source = self.open_slot(from);
         let target = self.open_slot(to);
-        assert_eq!(
-            target.num_blocks, 0,
-            "blocks of {to:?}, which is to be a fork"
-        );
+        assert_eq!(target.num_blocks, 0, "blocks of {to:?}, which is to be a fork");
         assert_eq!(target.namespace, source.namespace, "namespace of {to:?}");
         self.last_probe = None;
         for index in 0..source.num_blocks as usize {
@@ -203,7 +195,7 @@ impl KvManager {
     ///
     /// If others use the block too, a fresh one takes its place in the table, and the answer is
     /// `(source, destination)` of the copy to make before the step's writes. The block is not in the
-    /// tree: a shared block is never written again.
+    /// tree: a shared block is never written again. It is the last of the table that others use.
     ///
     /// # Errors
     ///
@@ -214,15 +206,9 @@ impl KvManager {
         index: usize,
     ) -> Result<Option<(BlockId, BlockId)>, OutOfBlocks> {
         let num_blocks = self.open_slot(slot).num_blocks as usize;
-        assert!(
-            index < num_blocks,
-            "{slot:?} has {num_blocks} blocks, none at {index}"
-        );
+        assert!(index < num_blocks, "{slot:?} has {num_blocks} blocks, none at {index}");
         let source = self.block(slot, index);
-        assert!(
-            !self.tree.contains(source),
-            "{source:?} is shared and must not be written"
-        );
+        assert!(!self.tree.contains(source), "{source:?} is shared and must not be written");
         if self.pool.num_uses(source) == 1 || planted(Fault::CopyOnWriteSkipped) {
             return Ok(None);
         }
@@ -286,11 +272,7 @@ impl KvManager {
     fn want_available(&self, requested: usize) -> Result<(), OutOfBlocks> {
         let (free, cached) = (self.pool.num_free(), self.pool.num_cached());
         if requested > free + cached {
-            return Err(OutOfBlocks {
-                requested,
-                free,
-                cached,
-            });
+            return Err(OutOfBlocks { requested, free, cached });
         }
         Ok(())
     }
@@ -306,10 +288,7 @@ impl KvManager {
 
     /// Free the cached leaf that was unused for longest.
     fn evict(&mut self) {
-        let leaf = self
-            .lru
-            .first()
-            .expect("a cached block has a leaf below it");
+        let leaf = self.lru.first().expect("a cached block has a leaf below it");
         let parent = self.forget(leaf);
         self.pool.evict(leaf);
         self.num_evicted += 1;
@@ -329,9 +308,7 @@ impl KvManager {
 
     /// When the last use of `block` ended, if it is a cached leaf.
     fn evictable_since(&self, block: BlockId) -> Option<u64> {
-        self.pool
-            .last_use(block)
-            .filter(|_| self.tree.is_leaf(block))
+        self.pool.last_use(block).filter(|_| self.tree.is_leaf(block))
     }
 
     fn insert_if_evictable(&mut self, block: BlockId) {
@@ -340,3 +317,6 @@ impl KvManager {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -42,10 +42,38 @@ pub(crate) enum BlockState {
     },
 }
 
+/// A [`BlockState`] in eight bytes: 0, the number of uses, or the last use with the top bit set.
+///
+/// Adopting or closing a long sequence touches as many states as it has blocks, so their size counts.
+#[derive(Debug, Clone, Copy)]
+struct PackedState(u64);
+
+impl PackedState {
+    const FREE: Self = Self(0);
+    const CACHED: u64 = 1 << 63;
+
+    #[inline]
+    fn new(state: BlockState) -> Self {
+        match state {
+            BlockState::Free => Self::FREE,
+            BlockState::Held(uses) => Self(u64::from(uses.get())),
+            BlockState::Cached { last_use } => Self(Self::CACHED | last_use),
+        }
+    }
+
+    #[inline]
+    fn get(self) -> BlockState {
+        if self.0 & Self::CACHED != 0 {
+            return BlockState::Cached { last_use: self.0 & !Self::CACHED };
+        }
+        NonZeroU32::new(self.0 as u32).map_or(BlockState::Free, BlockState::Held)
+    }
+}
+
 /// States of all blocks, and a list of the free ones.
 #[derive(Clone)]
 pub(crate) struct BlockPool {
-    states: Vec<BlockState>,
+    states: Vec<PackedState>,
     free: Vec<BlockId>,
     num_cached: usize,
 }
@@ -54,7 +82,7 @@ impl BlockPool {
     /// `capacity` free blocks. Low ids go first.
     pub(crate) fn new(capacity: u32) -> Self {
         Self {
-            states: vec![BlockState::Free; capacity as usize],
+            states: vec![PackedState::FREE; capacity as usize],
             free: (0..capacity).rev().map(BlockId).collect(),
             num_cached: 0,
         }
@@ -72,11 +100,18 @@ impl BlockPool {
         self.num_cached
     }
 
+    #[inline]
     pub(crate) fn state(&self, block: BlockId) -> BlockState {
-        self.states[block.index()]
+        self.states[block.index()].get()
+    }
+
+    #[inline]
+    pub(crate) fn set_state(&mut self, block: BlockId, state: BlockState) {
+        self.states[block.index()] = PackedState::new(state);
     }
 
     /// Uses of `block`: 0 unless it is held.
+    #[inline]
     pub(crate) fn num_uses(&self, block: BlockId) -> u32 {
         match self.state(block) {
             BlockState::Held(uses) => uses.get(),
@@ -85,6 +120,7 @@ impl BlockPool {
     }
 
     /// When the last use of `block` ended, if it is cached.
+    #[inline]
     pub(crate) fn last_use(&self, block: BlockId) -> Option<u64> {
         match self.state(block) {
             BlockState::Cached { last_use } => Some(last_use),
@@ -95,74 +131,60 @@ impl BlockPool {
     /// The block freed last, now with one use. `None` if no block is free.
     pub(crate) fn take(&mut self) -> Option<BlockId> {
         let block = self.free.pop()?;
-        self.states[block.index()] = BlockState::Held(NonZeroU32::MIN);
+        self.set_state(block, BlockState::Held(NonZeroU32::MIN));
         Some(block)
     }
 
     /// Begin a use of a block that is held or cached.
     #[inline]
     pub(crate) fn retain(&mut self, block: BlockId) {
-        let state = &mut self.states[block.index()];
-        *state = match *state {
-            BlockState::Held(uses) => {
-                BlockState::Held(uses.checked_add(1).expect("more uses than sequences"))
-            }
+        let uses = match self.state(block) {
+            BlockState::Held(uses) => uses.checked_add(1).expect("more uses than sequences"),
             BlockState::Cached { .. } => {
                 self.num_cached -= 1;
-                BlockState::Held(NonZeroU32::MIN)
+                NonZeroU32::MIN
             }
             BlockState::Free => panic!("{block:?} is free and cannot be retained"),
         };
+        self.set_state(block, BlockState::Held(uses));
     }
 
-    /// End a use of a held block. After the last it becomes cached, as used at `keep`, or free.
-    ///
-    /// Returns whether it was the last use.
+    /// End a use of a held block. After the last it becomes cached, last used at `keep`, or free.
     #[inline]
-    pub(crate) fn release(&mut self, block: BlockId, keep: Option<u64>) -> bool {
-        let state = &mut self.states[block.index()];
-        let BlockState::Held(uses) = *state else {
+    pub(crate) fn release(&mut self, block: BlockId, keep: Option<u64>) {
+        let state = self.state(block);
+        let BlockState::Held(uses) = state else {
             panic!("{block:?} is not held and cannot be released: {state:?}")
         };
-        if let Some(rest) = NonZeroU32::new(uses.get() - 1) {
-            *state = BlockState::Held(rest);
-            return false;
+        let rest = NonZeroU32::new(uses.get() - 1).map(BlockState::Held);
+        let unused = || keep.map(|last_use| BlockState::Cached { last_use });
+        let state = rest.or_else(unused).unwrap_or(BlockState::Free);
+        self.set_state(block, state);
+        match state {
+            BlockState::Held(_) => {}
+            BlockState::Cached { .. } => self.num_cached += 1,
+            BlockState::Free => self.free.push(block),
         }
-        if let Some(last_use) = keep {
-            *state = BlockState::Cached { last_use };
-            self.num_cached += 1;
-        } else {
-            *state = BlockState::Free;
-            self.free.push(block);
-        }
-        true
     }
 
     /// Make a cached block free.
     pub(crate) fn evict(&mut self, block: BlockId) {
-        let state = &mut self.states[block.index()];
-        assert!(
-            matches!(state, BlockState::Cached { .. }),
-            "{block:?} is not cached: {state:?}"
-        );
-        *state = BlockState::Free;
+        let state = self.state(block);
+        assert!(matches!(state, BlockState::Cached { .. }), "{block:?} is not cached: {state:?}");
+        self.set_state(block, BlockState::Free);
         self.num_cached -= 1;
         self.free.push(block);
     }
 
     /// Panic if an invariant of the module header is broken. O(capacity).
     pub(crate) fn check(&self) {
-        let count = |want: fn(&BlockState) -> bool| self.states.iter().filter(|s| want(s)).count();
-        assert_eq!(
-            count(|s| matches!(s, BlockState::Free)),
-            self.free.len(),
-            "free count"
-        );
-        assert_eq!(
-            count(|s| matches!(s, BlockState::Cached { .. })),
-            self.num_cached,
-            "cached count"
-        );
+        let count = |want: fn(BlockState) -> bool| {
+            self.states.iter().filter(|state| want(state.get())).count()
+        };
+        let num_free = count(|state| matches!(state, BlockState::Free));
+        let num_cached = count(|state| matches!(state, BlockState::Cached { .. }));
+        assert_eq!(num_free, self.free.len(), "free count");
+        assert_eq!(num_cached, self.num_cached, "cached count");
         let mut listed = vec![false; self.states.len()];
         for &block in &self.free {
             assert_eq!(self.state(block), BlockState::Free, "{block:?} listed free");
@@ -171,3 +193,6 @@ impl BlockPool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -39,10 +39,7 @@ pub(crate) struct SpanArena {
 
 impl SpanArena {
     pub(crate) fn new(capacity: usize) -> Self {
-        Self {
-            cells: Vec::with_capacity(capacity),
-            free: SpanList(None),
-        }
+        Self { cells: Vec::with_capacity(capacity), free: SpanList(None) }
     }
 
     /// Store a copy of `spans`.
@@ -113,3 +110,6 @@ pub(crate) fn overlapping<'a>(spans: &'a [Span], index: usize, block: &[Token]) 
     let num = spans[first..].partition_point(|span| (span.start as usize) < end);
     &spans[first..first + num]
 }
+
+#[cfg(test)]
+mod tests;

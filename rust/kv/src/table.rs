@@ -33,10 +33,7 @@ struct Entry {
 }
 
 impl Entry {
-    const EMPTY: Self = Self {
-        tag: 0,
-        number: None,
-    };
+    const EMPTY: Self = Self { tag: 0, number: None };
 }
 
 /// Blocks by chain hash. Nothing allocates after `new`.
@@ -51,14 +48,8 @@ impl ChildTable {
     /// Empty, with room for `capacity` blocks.
     pub(crate) fn new(capacity: u32) -> Self {
         let num_entries = (capacity as usize * 2).next_power_of_two();
-        assert!(
-            (2..=1 << 31).contains(&num_entries),
-            "capacity={capacity}: want 1 to 2^30"
-        );
-        Self {
-            entries: vec![Entry::EMPTY; num_entries],
-            shift: 32 - num_entries.ilog2(),
-        }
+        assert!((2..=1 << 31).contains(&num_entries), "capacity={capacity}: want 1 to 2^30");
+        Self { entries: vec![Entry::EMPTY; num_entries], shift: 32 - num_entries.ilog2() }
     }
 
     /// Blocks with this hash, or one that differs in the lower half only. Most often one or none.
@@ -78,6 +69,19 @@ impl ChildTable {
         })
     }
 
+    /// The first that [`find`](Self::find) gives, for many hashes.
+    #[inline]
+    pub(crate) fn find_first(&self, hashes: &[u64], found: &mut [Option<BlockId>]) {
+        // Where each search starts, before any goes on: these loads wait for memory together, where
+        // the searches, which branch on what they find, would queue.
+        for (&hash, found) in hashes.iter().zip(&mut *found) {
+            *found = self.entries[self.home(tag(hash))].number.map(Number::block);
+        }
+        for (&hash, found) in hashes.iter().zip(found) {
+            *found = found.and_then(|_| self.find(hash).next());
+        }
+    }
+
     /// Add a block that is not in the table.
     pub(crate) fn insert(&mut self, hash: u64, block: BlockId) {
         let tag = tag(hash);
@@ -85,20 +89,14 @@ impl ChildTable {
         while self.entries[index].number.is_some() {
             index = self.after(index);
         }
-        self.entries[index] = Entry {
-            tag,
-            number: Some(Number::new(block)),
-        };
+        self.entries[index] = Entry { tag, number: Some(Number::new(block)) };
     }
 
     /// Take out a block that was inserted under this hash.
     pub(crate) fn remove(&mut self, hash: u64, block: BlockId) {
         let mut hole = self.home(tag(hash));
         while self.entries[hole].number != Some(Number::new(block)) {
-            assert!(
-                self.entries[hole].number.is_some(),
-                "{block:?} is not in the table"
-            );
+            assert!(self.entries[hole].number.is_some(), "{block:?} is not in the table");
             hole = self.after(hole);
         }
         let mut index = self.after(hole);
@@ -120,10 +118,7 @@ impl ChildTable {
 
     /// Number of blocks in the table. O(capacity).
     pub(crate) fn count(&self) -> usize {
-        self.entries
-            .iter()
-            .filter(|entry| entry.number.is_some())
-            .count()
+        self.entries.iter().filter(|entry| entry.number.is_some()).count()
     }
 
     /// Where the search for a tag starts.
@@ -147,3 +142,6 @@ impl ChildTable {
 fn tag(hash: u64) -> u32 {
     (hash >> 32) as u32
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,9 +1,10 @@
 //! Prefix tree over whole blocks: a node is a block, its path from the root a prefix.
 //!
 //! ```text
-//!   nodes[block]       chain hash, writing step, parent, number of children, spans
+//!   links[block]       parent and spans, all that a match reads beside the tokens
 //!   tokens[block, ..]  the block's tokens
-//!   namespaces[block]  who may share it
+//!   nodes[block]       chain hash, writing step, number of children
+//!   namespaces[block]  who may share a first block, and so all below it
 //!   children           chain hash → block, for all links of the tree at once
 //! ```
 //!
@@ -15,7 +16,7 @@
 //!
 //! Checked by [`PrefixTree::check`].
 //!
-//! 1. The parent of a node is a node of the same namespace, written by the same step or before.
+//! 1. The parent of a node is a node, written by the same step or before.
 //! 2. `num_children` counts the nodes with that parent.
 //! 3. No two nodes have the same key, and every node is found under its key.
 //! 4. A node's hash is the chain hash of its key.
@@ -35,8 +36,12 @@ use crate::hash::ChainHasher;
 use crate::spans::{SpanArena, SpanList, overlapping};
 use crate::table::ChildTable;
 
-/// Blocks that a match hashes and looks up at once.
-const BATCH: usize = 16;
+/// Blocks that a match hashes and looks up at once: few at first, for what matches little.
+const FIRST_BATCH: usize = 8;
+const BATCH: usize = 128;
+
+/// Bytes that come from memory together.
+const CACHE_LINE: usize = 64;
 
 /// What a node hangs from: the root, or a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,9 +51,7 @@ impl Parent {
     const ROOT: Self = Self(NonZeroU32::MAX);
 
     fn new(block: Option<BlockId>) -> Self {
-        block.map_or(Self::ROOT, |block| {
-            Self(NonZeroU32::MIN.saturating_add(block.0))
-        })
+        block.map_or(Self::ROOT, |block| Self(NonZeroU32::MIN.saturating_add(block.0)))
     }
 
     fn block(self) -> Option<BlockId> {
@@ -56,14 +59,19 @@ impl Parent {
     }
 }
 
-/// What the tree knows of a block. `parent` is `None` for a block that is not a node.
+/// The part of a block's key beside its tokens. `parent` is `None` for a block that is not a node.
+#[derive(Debug, Clone, Copy, Default)]
+struct Link {
+    parent: Option<Parent>,
+    spans: SpanList,
+}
+
+/// What is known of a node that a match does not need.
 #[derive(Debug, Clone, Copy, Default)]
 struct Node {
     hash: u64,
     step: StepId,
-    parent: Option<Parent>,
     num_children: u32,
-    spans: SpanList,
 }
 
 /// Where a block would stand: the end of a path.
@@ -90,8 +98,11 @@ pub(crate) struct BlockKey<'a> {
 pub(crate) struct PrefixTree {
     block_size: usize,
     hasher: ChainHasher,
+    links: Vec<Link>,
     nodes: Vec<Node>,
     tokens: Vec<Token>,
+    /// Where the tokens of block 0 begin, so that a block of 16 is one cache line.
+    first_token: usize,
     namespaces: Vec<Namespace>,
     children: ChildTable,
     spans: SpanArena,
@@ -101,33 +112,42 @@ impl PrefixTree {
     /// Empty, with room for every block of the pool.
     pub(crate) fn new(config: &CoreConfig) -> Self {
         let (num_blocks, block_size) = (config.num_blocks as usize, config.block_size as usize);
+        let tokens = vec![0; num_blocks * block_size + CACHE_LINE / size_of::<Token>()];
+        let first_token = tokens.as_ptr().align_offset(CACHE_LINE);
         Self {
             block_size,
             hasher: ChainHasher::new(config.hash_seed, block_size),
+            links: vec![Link::default(); num_blocks],
             nodes: vec![Node::default(); num_blocks],
-            tokens: vec![0; num_blocks * block_size],
+            first_token: first_token.min(tokens.len() - num_blocks * block_size),
+            tokens,
             namespaces: vec![Namespace(0); num_blocks],
             children: ChildTable::new(config.num_blocks),
             spans: SpanArena::new(num_blocks),
         }
     }
 
+    /// Keep only these bits of every hash, so that blocks collide.
+    #[cfg(test)]
+    pub(crate) fn set_hash_mask(&mut self, mask: u64) {
+        self.hasher.mask = mask;
+    }
+
     /// Whether `block` is a node.
     #[inline]
     pub(crate) fn contains(&self, block: BlockId) -> bool {
-        self.nodes[block.index()].parent.is_some()
+        self.links[block.index()].parent.is_some()
     }
 
     /// Whether `block` is a node without children.
     #[inline]
     pub(crate) fn is_leaf(&self, block: BlockId) -> bool {
-        let node = &self.nodes[block.index()];
-        node.parent.is_some() && node.num_children == 0
+        self.contains(block) && self.nodes[block.index()].num_children == 0
     }
 
     /// The node before `block`, `None` for a first block (and for a block that is not a node).
     pub(crate) fn parent(&self, block: BlockId) -> Option<BlockId> {
-        self.nodes[block.index()].parent?.block()
+        self.links[block.index()].parent?.block()
     }
 
     /// Step that writes `block`, or the latest one that writes its path.
@@ -135,6 +155,8 @@ impl PrefixTree {
         self.nodes[block.index()].step
     }
 
+    /// Who may share `block`, a first block.
+    #[inline]
     pub(crate) fn namespace(&self, block: BlockId) -> Namespace {
         self.namespaces[block.index()]
     }
@@ -142,10 +164,8 @@ impl PrefixTree {
     /// Where a sequence goes on whose path ends with `tail`.
     #[inline]
     pub(crate) fn place(&self, tail: Option<BlockId>, namespace: Namespace) -> Place {
-        let hash = tail.map_or_else(
-            || self.hasher.root(namespace),
-            |tail| self.nodes[tail.index()].hash,
-        );
+        let hash =
+            tail.map_or_else(|| self.hasher.root(namespace), |tail| self.nodes[tail.index()].hash);
         Place { tail, hash }
     }
 
@@ -161,19 +181,33 @@ impl PrefixTree {
         let tokens = tokens.get(index * self.block_size..(index + 1) * self.block_size)?;
         let spans = overlapping(seq.spans, index, tokens);
         let hash = self.hash(place.hash, tokens, spans);
-        Some(BlockKey {
-            parent: place.tail,
-            namespace: seq.namespace,
-            tokens,
-            spans,
-            hash,
-        })
+        Some(BlockKey { parent: place.tail, namespace: seq.namespace, tokens, spans, hash })
     }
 
     /// Append to `path` the blocks that follow `place` and hold the whole blocks of `tokens` from
     /// block `index` on, as far as the tree has them. Returns where that ends.
     pub(crate) fn match_path(
         &self,
+        place: Place,
+        seq: SeqKey<'_>,
+        tokens: &[Token],
+        index: usize,
+        path: &mut Vec<BlockId>,
+    ) -> Place {
+        // The sizes that engines use: a constant lets the compiler unroll hashing and comparing.
+        match self.block_size {
+            8 => self.match_blocks(8, place, seq, tokens, index, path),
+            16 => self.match_blocks(16, place, seq, tokens, index, path),
+            32 => self.match_blocks(32, place, seq, tokens, index, path),
+            any => self.match_blocks(any, place, seq, tokens, index, path),
+        }
+    }
+
+    #[expect(clippy::inline_always, reason = "see match_path")]
+    #[inline(always)]
+    fn match_blocks(
+        &self,
+        block_size: usize,
         mut place: Place,
         seq: SeqKey<'_>,
         tokens: &[Token],
@@ -182,16 +216,28 @@ impl PrefixTree {
     ) -> Place {
         let mut hashes = [0; BATCH];
         let mut candidates = [None; BATCH];
-        let rest = tokens.get(index * self.block_size..).unwrap_or_default();
-        for batch in rest.chunks(BATCH * self.block_size) {
-            let blocks = batch.chunks_exact(self.block_size);
+        let mut likely = [false; BATCH];
+        let mut batch_size = FIRST_BATCH;
+        let mut rest = tokens.get(index * block_size..).unwrap_or_default();
+        while rest.len() >= block_size {
+            let (batch, after) = rest.split_at(rest.len().min(batch_size * block_size));
+            let blocks = batch.chunks_exact(block_size);
+            (rest, batch_size) = (after, BATCH.min(batch_size * 4));
+
             let mut hash = place.hash;
             for (i, tokens) in blocks.clone().enumerate() {
                 hash = self.hash(hash, tokens, overlapping(seq.spans, index + i, tokens));
                 hashes[i] = hash;
             }
-            for (candidate, &hash) in candidates.iter_mut().zip(&hashes[..blocks.len()]) {
-                *candidate = self.children.find(hash).next();
+            self.children.find_first(&hashes[..blocks.len()], &mut candidates);
+            // A word of every candidate before the whole of any: these loads wait for memory
+            // together, where the comparisons below, which branch on what they find, would queue.
+            let mut parent = place.tail;
+            for (i, tokens) in blocks.clone().enumerate() {
+                let Some(block) = candidates[i] else { break };
+                let is_child = self.links[block.index()].parent == Some(Parent::new(parent));
+                likely[i] = is_child & (self.tokens(block, block_size)[0] == tokens[0]);
+                parent = Some(block);
             }
             for (i, tokens) in blocks.enumerate() {
                 let Some(candidate) = candidates[i] else {
@@ -199,14 +245,8 @@ impl PrefixTree {
                 };
                 let spans = overlapping(seq.spans, index, tokens);
                 let (parent, namespace, hash) = (place.tail, seq.namespace, hashes[i]);
-                let key = BlockKey {
-                    parent,
-                    namespace,
-                    tokens,
-                    spans,
-                    hash,
-                };
-                let found = if self.holds(candidate, &key) {
+                let key = BlockKey { parent, namespace, tokens, spans, hash };
+                let found = if likely[i] && self.holds(candidate, &key) {
                     candidate
                 } else {
                     let Some(other) = self.find(&key) else {
@@ -215,10 +255,7 @@ impl PrefixTree {
                     other
                 };
                 path.push(found);
-                place = Place {
-                    tail: Some(found),
-                    hash,
-                };
+                place = Place { tail: Some(found), hash };
                 index += 1;
             }
         }
@@ -228,9 +265,7 @@ impl PrefixTree {
     /// The node with this key.
     #[inline]
     pub(crate) fn find(&self, key: &BlockKey<'_>) -> Option<BlockId> {
-        self.children
-            .find(key.hash)
-            .find(|&block| self.holds(block, key))
+        self.children.find(key.hash).find(|&block| self.holds(block, key))
     }
 
     /// Make `block` a node, written by `step`. There is none with this key.
@@ -240,67 +275,66 @@ impl PrefixTree {
             parent.num_children += 1;
             step.max(parent.step)
         });
-        let (hash, spans) = (key.hash, self.spans.store(key.spans));
-        let node = &mut self.nodes[block.index()];
-        assert!(node.parent.is_none(), "{block:?} is a node already");
-        *node = Node {
-            hash,
-            step,
-            parent: Some(Parent::new(key.parent)),
-            num_children: 0,
-            spans,
-        };
-        let first = block.index() * self.block_size;
+        assert!(!self.contains(block), "{block:?} is a node already");
+        let spans = self.spans.store(key.spans);
+        self.links[block.index()] = Link { parent: Some(Parent::new(key.parent)), spans };
+        self.nodes[block.index()] = Node { hash: key.hash, step, num_children: 0 };
+        if key.parent.is_none() {
+            self.namespaces[block.index()] = key.namespace;
+        }
+        let first = self.first_token + block.index() * self.block_size;
         self.tokens[first..first + self.block_size].copy_from_slice(key.tokens);
-        self.namespaces[block.index()] = key.namespace;
-        self.children.insert(hash, block);
+        self.children.insert(key.hash, block);
     }
 
     /// Take out a leaf. Returns its parent, unless that is the root.
     pub(crate) fn remove(&mut self, leaf: BlockId) -> Option<BlockId> {
-        let node = std::mem::take(&mut self.nodes[leaf.index()]);
-        let parent = node.parent.expect("a node to remove");
-        assert_eq!(node.num_children, 0, "{leaf:?} has children");
+        let link = std::mem::take(&mut self.links[leaf.index()]);
+        let parent = link.parent.expect("a node to remove").block();
+        let node = &self.nodes[leaf.index()];
+        assert_eq!(node.num_children, 0, "children of {leaf:?}");
         self.children.remove(node.hash, leaf);
-        self.spans.release(node.spans);
-        let parent = parent.block()?;
+        self.spans.release(link.spans);
+        let parent = parent?;
         self.nodes[parent.index()].num_children -= 1;
         Some(parent)
     }
 
     /// Take out every node. O(capacity).
     pub(crate) fn clear(&mut self) {
+        self.links.fill(Link::default());
         self.nodes.fill(Node::default());
         self.children.clear();
         self.spans.clear();
     }
 
     /// Whether `block` has exactly this key.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "see match_path")]
+    #[inline(always)]
     fn holds(&self, block: BlockId, key: &BlockKey<'_>) -> bool {
-        let node = &self.nodes[block.index()];
-        node.parent == Some(Parent::new(key.parent))
+        let link = self.links[block.index()];
+        link.parent == Some(Parent::new(key.parent))
             && (key.parent.is_some()
                 || self.namespace(block) == key.namespace
                 || planted(Fault::NamespaceIgnored))
-            && (same_tokens(significant(self.tokens(block)), significant(key.tokens))
-                || planted(Fault::HashTakenForEquality))
-            && (self.spans.equals(node.spans, key.spans) || planted(Fault::SpanDigestIgnored))
+            && (same_tokens(
+                significant(self.tokens(block, key.tokens.len())),
+                significant(key.tokens),
+            ) || planted(Fault::HashTakenForEquality))
+            && (self.spans.equals(link.spans, key.spans) || planted(Fault::SpanDigestIgnored))
     }
 
-    #[inline]
+    #[expect(clippy::inline_always, reason = "see match_path")]
+    #[inline(always)]
     fn hash(&self, parent: u64, tokens: &[Token], spans: &[Span]) -> u64 {
-        let spans = if planted(Fault::SpanDigestIgnored) {
-            &[]
-        } else {
-            spans
-        };
+        let spans = if planted(Fault::SpanDigestIgnored) { &[] } else { spans };
         self.hasher.next(parent, significant(tokens), spans)
     }
 
+    /// Tokens of a node. The caller gives the block size, where it may know it as a constant.
     #[inline]
-    fn tokens(&self, block: BlockId) -> &[Token] {
-        &self.tokens[block.index() * self.block_size..][..self.block_size]
+    fn tokens(&self, block: BlockId, block_size: usize) -> &[Token] {
+        &self.tokens[self.first_token + block.index() * block_size..][..block_size]
     }
 
     /// Panic if an invariant of the module header is broken. O(capacity).
@@ -308,31 +342,19 @@ impl PrefixTree {
         let all = (0..self.nodes.len() as u32).map(BlockId);
         let mut num_children = vec![0; self.nodes.len()];
         let (mut num_nodes, mut num_spans) = (0, 0);
-        for block in all.clone().filter(|&block| self.contains(block)) {
-            let node = &self.nodes[block.index()];
-            let spans: Vec<Span> = self.spans.iter(node.spans).copied().collect();
+        for block in all.filter(|&block| self.contains(block)) {
+            let spans: Vec<Span> =
+                self.spans.iter(self.links[block.index()].spans).copied().collect();
             let parent = self.parent(block);
             if let Some(parent) = parent {
                 assert!(self.contains(parent), "parent of {block:?} is a node");
-                assert_eq!(
-                    self.namespace(parent),
-                    self.namespace(block),
-                    "of {block:?}"
-                );
                 assert!(self.step(parent) <= self.step(block), "step of {block:?}");
                 num_children[parent.index()] += 1;
             }
-            let (namespace, tokens) = (self.namespace(block), self.tokens(block));
-            let place = self.place(parent, namespace);
-            let hash = self.hash(place.hash, tokens, &spans);
-            assert_eq!(node.hash, hash, "chain hash of {block:?}");
-            let key = BlockKey {
-                parent,
-                namespace,
-                tokens,
-                spans: &spans,
-                hash,
-            };
+            let (namespace, tokens) = (self.namespace(block), self.tokens(block, self.block_size));
+            let hash = self.hash(self.place(parent, namespace).hash, tokens, &spans);
+            assert_eq!(self.nodes[block.index()].hash, hash, "chain hash of {block:?}");
+            let key = BlockKey { parent, namespace, tokens, spans: &spans, hash };
             assert_eq!(self.find(&key), Some(block), "node found under its key");
             num_nodes += 1;
             num_spans += spans.len();
@@ -348,16 +370,16 @@ impl PrefixTree {
 /// The tokens of a block that its key holds: all of them.
 #[inline]
 fn significant(tokens: &[Token]) -> &[Token] {
-    if planted(Fault::PartialBlockMatched) {
-        &tokens[..tokens.len().div_ceil(2)]
-    } else {
-        tokens
-    }
+    if planted(Fault::PartialBlockMatched) { &tokens[..tokens.len().div_ceil(2)] } else { tokens }
 }
 
 /// Equality in steps of a fixed size, which the compiler turns into a few wide comparisons.
-#[inline]
+#[expect(clippy::inline_always, reason = "see match_path")]
+#[inline(always)]
 fn same_tokens(a: &[Token], b: &[Token]) -> bool {
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
     a.iter().zip(b).all(|(a, b)| a == b) && a_rest.iter().eq(b_rest)
 }
+
+#[cfg(test)]
+mod tests;

@@ -53,12 +53,7 @@ impl KvManager {
     pub fn counts(&self) -> BlockCounts {
         let (free, cached) = (self.pool.num_free(), self.pool.num_cached());
         let capacity = self.pool.capacity();
-        BlockCounts {
-            free,
-            held: capacity - free - cached,
-            cached,
-            capacity,
-        }
+        BlockCounts { free, held: capacity - free - cached, cached, capacity }
     }
 
     /// Cached blocks evicted to make room, since construction.
@@ -144,19 +139,12 @@ impl KvManager {
             for &block in self.table(slot) {
                 num_uses[block as usize] += 1;
                 let known = before[block as usize].get_or_insert(previous);
-                assert_eq!(
-                    *known, previous,
-                    "block before {block} in the table of {slot:?}"
-                );
+                assert_eq!(*known, previous, "block before {block} in the table of {slot:?}");
                 previous = Some(block);
             }
         }
         for block in self.blocks() {
-            assert_eq!(
-                self.pool.num_uses(block),
-                num_uses[block.index()],
-                "uses of {block:?}"
-            );
+            assert_eq!(self.pool.num_uses(block), num_uses[block.index()], "uses of {block:?}");
             self.check_block(block);
         }
     }
@@ -164,25 +152,14 @@ impl KvManager {
     fn check_slot(&self, slot: RowSlot) {
         let state = self.slots[slot.index()];
         assert!(state.num_shared <= state.num_blocks, "{slot:?}: {state:?}");
-        assert!(
-            state.is_open || state.num_blocks == 0,
-            "closed {slot:?}: {state:?}"
-        );
+        assert!(state.is_open || state.num_blocks == 0, "closed {slot:?}: {state:?}");
         let mut parent = None;
         for &block in &self.table(slot)[..state.num_shared as usize] {
             let block = BlockId(block as u32);
             assert!(self.tree.contains(block), "{block:?} of {slot:?} is a node");
-            assert_eq!(
-                self.tree.parent(block),
-                parent,
-                "parent of {block:?} of {slot:?}"
-            );
+            assert_eq!(self.tree.parent(block), parent, "parent of {block:?} of {slot:?}");
             if parent.is_none() {
-                assert_eq!(
-                    self.tree.namespace(block),
-                    state.namespace,
-                    "namespace of {block:?}"
-                );
+                assert_eq!(self.tree.namespace(block), state.namespace, "namespace of {block:?}");
             }
             parent = Some(block);
         }
@@ -201,10 +178,7 @@ impl KvManager {
         match (self.pool.state(block), self.pool.state(parent)) {
             (_, BlockState::Held(_)) => {}
             (BlockState::Cached { last_use }, BlockState::Cached { last_use: parents }) => {
-                assert!(
-                    last_use <= parents,
-                    "{block:?} was used after its parent {parent:?}"
-                );
+                assert!(last_use <= parents, "{block:?} was used after its parent {parent:?}");
             }
             (state, parents) => panic!("{block:?} is {state:?}, its parent {parent:?} {parents:?}"),
         }

@@ -33,23 +33,12 @@ impl KvManager {
         if state.is_broken || state.num_shared < state.num_blocks {
             let (tail, next_hash) = (self.tail(slot), self.next_block_hash(slot, key, tokens));
             self.path.clear();
-            self.last_probe = Some(LastProbe {
-                slot: Some(slot),
-                tail,
-                next_hash,
-            });
+            self.last_probe = Some(LastProbe { slot: Some(slot), tail, next_hash });
             return Probe::default();
         }
         assert_eq!(key.namespace, state.namespace, "namespace of {slot:?}");
         let num_shared = state.num_shared as usize;
-        self.look_up(
-            Some(slot),
-            self.tail(slot),
-            num_shared,
-            key,
-            tokens,
-            max_tokens,
-        )
+        self.look_up(Some(slot), self.tail(slot), num_shared, key, tokens, max_tokens)
     }
 
     /// Match the blocks of `tokens` from `index` on, below `tail`.
@@ -64,34 +53,19 @@ impl KvManager {
     ) -> Probe {
         self.path.clear();
         if !self.enable_prefix_caching {
-            self.last_probe = Some(LastProbe {
-                slot,
-                tail: None,
-                next_hash: None,
-            });
+            self.last_probe = Some(LastProbe { slot, tail: None, next_hash: None });
             return Probe::default();
         }
         let place = self.tree.place(tail, key.namespace);
         let known = &tokens[..max_tokens.min(tokens.len())];
-        let place = self
-            .tree
-            .match_path(place, key, known, index, &mut self.path);
+        let place = self.tree.match_path(place, key, known, index, &mut self.path);
         let next = self.tree.key(place, key, tokens, index + self.path.len());
         let next_hash = next.map(|next| next.hash);
-        self.last_probe = Some(LastProbe {
-            slot,
-            tail: place.tail,
-            next_hash,
-        });
+        self.last_probe = Some(LastProbe { slot, tail: place.tail, next_hash });
         // Above a held block all is held.
-        let num_held = self
-            .path
-            .partition_point(|&block| self.pool.num_uses(block) > 0);
+        let num_held = self.path.partition_point(|&block| self.pool.num_uses(block) > 0);
         let num_blocks = self.path.len();
-        Probe {
-            num_blocks: num_blocks as u32,
-            num_cached: (num_blocks - num_held) as u32,
-        }
+        Probe { num_blocks: num_blocks as u32, num_cached: (num_blocks - num_held) as u32 }
     }
 
     /// Last block of the path that the last probe found, the slot's own shared blocks of `probe_from`
@@ -133,15 +107,14 @@ impl KvManager {
             return None;
         }
         let place = self.tree.place(self.tail(slot), state.namespace);
-        let key = self
-            .tree
-            .key(place, key, tokens, state.num_shared as usize)?;
+        let key = self.tree.key(place, key, tokens, state.num_shared as usize)?;
         Some(key.hash)
     }
 
     /// Append the path of the last probe to the table of `slot`, one more use of each block.
     ///
-    /// `slot` is open and has an empty table after `probe`, or is the slot given to `probe_from`.
+    /// `slot` is open, and after `probe` its table is empty and its chain unbroken; after `probe_from`
+    /// it is the slot given there.
     pub fn adopt(&mut self, slot: RowSlot) {
         let probe = self.valid_probe();
         let state = self.open_slot(slot);
@@ -149,6 +122,7 @@ impl KvManager {
             Some(probed) => assert_eq!(slot, probed, "the slot that was probed"),
             None => assert_eq!(state.num_blocks, 0, "blocks of {slot:?} before it adopts"),
         }
+        assert!(self.path.is_empty() || !state.is_broken, "{slot:?} with a broken chain adopts");
         self.last_probe = None;
         for index in 0..self.path.len() {
             let block = self.path[index];
@@ -179,10 +153,7 @@ impl KvManager {
     ) {
         let state = self.open_slot(slot);
         assert_eq!(key.namespace, state.namespace, "namespace of {slot:?}");
-        assert!(
-            num_full <= state.num_blocks as usize,
-            "{slot:?} has not {num_full} blocks"
-        );
+        assert!(num_full <= state.num_blocks as usize, "{slot:?} has not {num_full} blocks");
         assert!(step > self.last_committed, "{step:?} has committed");
         if state.is_broken || !self.enable_prefix_caching {
             return;
@@ -190,10 +161,8 @@ impl KvManager {
         self.last_probe = None;
         for index in state.num_shared as usize..num_full {
             let place = self.tree.place(self.tail(slot), key.namespace);
-            let block = self
-                .tree
-                .key(place, key, tokens, index)
-                .expect("the tokens of every block");
+            let block =
+                self.tree.key(place, key, tokens, index).expect("the tokens of every block");
             let own = self.block(slot, index);
             let node = self.tree.find(&block);
             if node.is_none() {
@@ -211,11 +180,7 @@ impl KvManager {
 
     /// `step` has run: the blocks it wrote are certain. Steps commit in ascending order.
     pub fn step_committed(&mut self, step: StepId) {
-        assert!(
-            step > self.last_committed,
-            "{step:?} commits after {:?}",
-            self.last_committed
-        );
+        assert!(step > self.last_committed, "{step:?} commits after {:?}", self.last_committed);
         self.last_committed = step;
     }
 
@@ -235,10 +200,7 @@ impl KvManager {
             }
         }
         for slot in (0..self.slots.len() as u32).map(RowSlot) {
-            while self
-                .tail(slot)
-                .is_some_and(|tail| !self.tree.contains(tail))
-            {
+            while self.tail(slot).is_some_and(|tail| !self.tree.contains(tail)) {
                 self.slots[slot.index()].num_shared -= 1;
             }
         }
