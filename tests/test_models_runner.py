@@ -1,0 +1,104 @@
+"""What a CPU runner computes in, with how many threads, and what it reads from a plan."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gguf_factory
+import model_factory
+from fastserve import host
+from fastserve.layers import Buffers
+from fastserve.models.resolve import resolve
+from fastserve.runner import CpuRunner, known_tokens
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return model_factory.make("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def threads():
+    """torch's number of threads belongs to the whole process: put it back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_unknown_tokens_are_the_slots_last_samples():
+    token_ids = np.array([5, -1, 7, -4, 0], dtype=np.int32)
+    last_samples = np.array([50, 51, 52, 53], dtype=np.int32)
+    assert known_tokens(token_ids, last_samples).tolist() == [5, 50, 7, 53, 0]
+    assert token_ids.tolist() == [5, -1, 7, -4, 0]
+    few = known_tokens(np.array([300], dtype=np.int32), last_samples)
+    assert few.tolist() == [300]
+
+
+@pytest.mark.parametrize(
+    ("stored", "isa", "want"),
+    [
+        (torch.float32, "avx512bf16", torch.float32),
+        (torch.float16, "avx512bf16", torch.float32),
+        (torch.bfloat16, "avx512bf16", torch.bfloat16),
+        (torch.bfloat16, "avx2", torch.float32),
+        (torch.bfloat16, "portable", torch.float32),
+    ],
+)
+def test_auto_is_the_files_format_where_that_is_fast(
+    stored, isa, want, folder, tmp_path, monkeypatch, threads
+):
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    tensors = load_file(copy / "model.safetensors")
+    tensors = {
+        name: tensor if "norm" in name else tensor.to(stored) for name, tensor in tensors.items()
+    }
+    save_file(tensors, copy / "model.safetensors")
+    monkeypatch.setattr("fastserve.kernels.cpu.CpuKernels.isa", isa)
+    runner = CpuRunner.load(resolve(copy), num_threads=1)
+    assert (runner.dtype, runner.kv_dtype) == (want, want)
+
+
+def test_auto_dequantizes_to_float32(folder, tmp_path, threads):
+    path = gguf_factory.convert(folder, tmp_path / "model.gguf", "Q8_0")
+    assert CpuRunner.load(resolve(path), num_threads=1).dtype == torch.float32
+
+
+def test_keys_and_values_may_be_kept_in_another_format(folder, threads):
+    runner = CpuRunner.load(
+        resolve(folder), dtype="float32", kv_cache_dtype="bfloat16", num_threads=1
+    )
+    assert (runner.dtype, runner.kv_dtype) == (torch.float32, torch.bfloat16)
+    assert runner.kv_bytes_per_block(16) == 3 * 16 * 2 * 64 * 2
+
+
+def test_one_number_of_threads_for_torch_and_the_kernels(folder, threads):
+    runner = CpuRunner.load(resolve(folder), num_threads=2)
+    assert (torch.get_num_threads(), runner.kernels.num_threads) == (2, 2)
+    runner = CpuRunner.load(resolve(folder))
+    usable = host.cpus().num_usable
+    assert (torch.get_num_threads(), runner.kernels.num_threads) == (usable, usable)
+
+
+def test_a_step_before_the_cache_is_a_bug(folder, threads):
+    runner = CpuRunner.load(resolve(folder), num_threads=1)
+    with pytest.raises(RuntimeError, match="allocate_kv comes before"):
+        runner.forward(None, np.zeros(1, dtype=np.int32))
+
+
+def test_buffers_are_kept_until_a_larger_step_comes():
+    buffers = Buffers({"a": 3, "b": 5}, torch.float32)
+    first = buffers.rows(4)
+    assert {name: tuple(tensor.shape) for name, tensor in first.items()} == {
+        "a": (4, 3),
+        "b": (4, 5),
+    }
+    smaller = buffers.rows(2)["a"]
+    assert smaller.data_ptr() == first["a"].data_ptr()
+    assert smaller.is_contiguous()
+    assert buffers.rows(9)["b"].shape == (9, 5)
