@@ -37,26 +37,26 @@ fn hashes_are_the_same_on_every_machine() {
 fn all_that_is_hashed_changes_the_hash() {
     let hasher = ChainHasher::new(1, 16);
     let zeros = [0; 16];
-    let mut hashes = vec![chain(&hasher, &[&zeros]), chain(&hasher, &[&zeros, &zeros])];
+    let mut found = vec![chain(&hasher, &[&zeros]), chain(&hasher, &[&zeros, &zeros])];
     for position in 0..16 {
         for bit in 0..32 {
             let mut tokens = zeros;
             tokens[position] = 1 << bit;
-            hashes.push(chain(&hasher, &[&tokens]));
-            hashes.push(chain(&hasher, &[&tokens, &zeros]));
-            hashes.push(chain(&hasher, &[&zeros, &tokens]));
+            found.push(chain(&hasher, &[&tokens]));
+            found.push(chain(&hasher, &[&tokens, &zeros]));
+            found.push(chain(&hasher, &[&zeros, &tokens]));
         }
     }
     for bit in 0..128 {
-        hashes.push(hasher.next(hasher.root(Namespace(1 << bit)), &zeros, &[]));
+        found.push(hasher.next(hasher.root(Namespace(1 << bit)), &zeros, &[]));
         let spans = [Span { start: 0, end: 1, digest: 1 << bit }];
-        hashes.push(hasher.next(hasher.root(Namespace(0)), &zeros, &spans));
+        found.push(hasher.next(hasher.root(Namespace(0)), &zeros, &spans));
     }
-    hashes.push(chain(&ChainHasher::new(2, 16), &[&zeros]));
-    let num_hashes = hashes.len();
-    hashes.sort_unstable();
-    hashes.dedup();
-    assert_eq!(hashes.len(), num_hashes);
+    found.push(chain(&ChainHasher::new(2, 16), &[&zeros]));
+    let num_found = found.len();
+    found.sort_unstable();
+    found.dedup();
+    assert_eq!(found.len(), num_found);
 }
 
 #[test]

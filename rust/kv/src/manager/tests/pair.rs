@@ -282,6 +282,10 @@ impl Pair {
         assert!(self.kv.is_open(row(slot)), "slot {slot} is open");
         assert_eq!(self.table(slot), seq.blocks, "table of slot {slot}");
         assert_eq!(self.kv.num_blocks_of(row(slot)), seq.blocks.len(), "blocks of slot {slot}");
+        for (index, block) in seq.blocks.iter().enumerate() {
+            let num_uses = self.kv.num_uses(row(slot), index);
+            assert_eq!(num_uses as usize, self.model.num_uses(*block), "uses of block {block}");
+        }
         let first = slot * self.kv.max_blocks_per_seq;
         let in_place = &self.kv.block_tables()[first..first + seq.blocks.len()];
         assert_eq!(in_place, self.kv.table(row(slot)), "table of slot {slot} in place");
@@ -326,7 +330,9 @@ impl Pair {
     fn compare_snapshot(&mut self) {
         let mut events = vec![BlockEvent::Cleared];
         self.kv.take_events(&mut events);
-        events.into_iter().for_each(|event| self.hear(event));
+        for event in events {
+            self.hear(event);
+        }
         let snapshot = self.kv.snapshot();
         assert_eq!(snapshot.len(), self.model.nodes.len(), "nodes");
         let mut listed = BTreeMap::new();
