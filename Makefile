@@ -118,5 +118,5 @@ $(INSTALLED): requirements/constraints.txt requirements/dev.txt requirements/mod
 	@touch $@
 
 $(EXTENSION): $(INSTALLED) $(RUST_SOURCES) $(CUDA_SOURCES) pyproject.toml | tools
-	@$(STEP) "Building the Rust extension" $(VENV)/bin/maturin develop --release
+	@PIP_QUIET=1 $(STEP) "Building the Rust extension" $(VENV)/bin/maturin develop --release
 	@touch $@

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run a command that talks too much: show one line while it runs, everything if it fails.
+# Run a command that talks too much: show one line while it runs, the end of its output if it fails.
 #
 #   tools/step.sh "What is done" command argument...
 #
@@ -43,7 +43,7 @@ fi
 what=${what:+$what ... }
 if [ "$code" -ne 0 ]; then
     printf '%sfailed after %s s (exit %s)\n' "$what" "$(elapsed)" "$code"
-    cat "$log"
+    tail -n 200 "$log"
     exit "$code"
 fi
 printf '%sdone in %s s\n' "$what" "$(elapsed)"
