@@ -1,13 +1,20 @@
 //! Gated activation: `silu(gate) * up`.
 
+use std::marker::PhantomData;
+
+use crate::element::{Bf16, DType};
 use crate::error::{ArgumentError, require};
-use crate::norm::{get, set};
+use crate::math;
 use crate::pool::Pool;
+use crate::simd::{Kernel, LANES, Lanes, Simd};
 use crate::view::{Matrix, MatrixMut};
+
+/// Columns of one item: a row of a wide model is several items. A multiple of [`LANES`].
+const COLS_PER_ITEM: usize = 2048;
 
 /// `out = silu(gate) * up`, where a row of `gate_up` is the gate's half followed by up's.
 pub fn silu_mul(
-    _pool: &Pool,
+    pool: &Pool,
     gate_up: &Matrix<'_>,
     out: &mut MatrixMut<'_>,
 ) -> Result<(), ArgumentError> {
@@ -18,13 +25,44 @@ pub fn silu_mul(
             && o.dtype() == gate_up.dtype(),
         "out",
         || o.describe(),
-        || format!("half the columns of gate_up {}", gate_up.describe()),
+        || format!("half the columns of gate_up, {}", gate_up.describe()),
     )?;
-    for row in 0..o.num_rows() {
-        for i in 0..o.num_cols() {
-            let g = get(gate_up, row, i);
-            set(out, row, i, g / (1.0 + (-g).exp()) * get(gate_up, row, i + o.num_cols()));
-        }
+    match o.dtype() {
+        DType::F32 => run::<f32>(pool, gate_up, out),
+        DType::Bf16 => run::<Bf16>(pool, gate_up, out),
     }
     Ok(())
+}
+
+struct Gate<'a, X> {
+    gate_up: &'a Matrix<'a>,
+    out: &'a MatrixMut<'a>,
+    items_per_row: usize,
+    types: PhantomData<X>,
+}
+
+fn run<X: Lanes>(pool: &Pool, gate_up: &Matrix<'_>, out: &MatrixMut<'_>) {
+    let (rows, cols) = (out.as_matrix().num_rows(), out.as_matrix().num_cols());
+    let items_per_row = cols.div_ceil(COLS_PER_ITEM);
+    let kernel = Gate::<X> { gate_up, out, items_per_row, types: PhantomData };
+    pool.run(&kernel, rows * items_per_row, rows * cols / 2);
+}
+
+impl<X: Lanes> Kernel for Gate<'_, X> {
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, item: usize) {
+        let (row, part) = (item / self.items_per_row, item % self.items_per_row);
+        let len = self.out.as_matrix().num_cols();
+        let end = len.min((part + 1) * COLS_PER_ITEM);
+        let (gate, out) = (self.gate_up.row::<X>(row), self.out.row::<X>(row));
+        for at in (part * COLS_PER_ITEM..end).step_by(LANES) {
+            // SAFETY: a row of `gate_up` has 2 * len elements and one of `out` len; this item
+            // alone has these columns of this row.
+            unsafe {
+                let g = X::load_first(s, gate.add(at), end - at);
+                let u = X::load_first(s, gate.add(len + at), end - at);
+                X::store_first(s, out.add(at), end - at, s.mul(math::silu(s, g), u));
+            }
+        }
+    }
 }

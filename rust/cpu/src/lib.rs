@@ -14,9 +14,11 @@ pub mod error;
 pub mod gate;
 pub mod isa;
 pub mod layout;
+mod math;
 pub mod norm;
 pub mod pool;
 pub mod rope;
+mod simd;
 pub mod view;
 
 pub use attention::{Attention, paged_attention};

@@ -1,10 +1,25 @@
 //! Rotary positions, and writing keys and values into their slots.
+//!
+//! Tokens are independent. Each head goes through a small `f32` buffer: load, norm (if the model
+//! has one), rotate, store; so queries are rounded once, and keys once, to what the cache holds.
+//!
+//! Keys and values are stored element by element with relaxed atomic stores, which cost the same as
+//! plain ones: two tokens of one call may name the same slot, or neighbours in one cache line, and
+//! then which of the two wins is open, but nothing is torn.
+
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
 use crate::element::{Bf16, DType, Element};
 use crate::error::{ArgumentError, require};
-use crate::norm::{get, set};
+use crate::layout::{KvLayout, MAX_HEAD_DIM};
+use crate::norm::inverse_rms;
 use crate::pool::Pool;
+use crate::simd::{Kernel, LANES, Lanes, Simd};
 use crate::view::{KvViewMut, Matrix, MatrixMut};
+
+/// Tokens of one item.
+const TOKENS_PER_ITEM: usize = 8;
 
 /// Everything of [`rope_and_write_kv`] that is only read.
 #[derive(Debug, Clone, Copy)]
@@ -17,8 +32,8 @@ pub struct Rope<'a> {
     pub positions: &'a [i32],
     /// Slot of each token (`block * block_size + offset`), −1: write nothing.
     pub slot_mapping: &'a [i32],
-    /// `[positions, rotary_dim]` of `f32`: cosines, then sines. Pairs are half the rotated part
-    /// apart (NeoX).
+    /// `[positions, rotary_dim]` of `f32`: cosines, then sines. The two of a pair are half of
+    /// `rotary_dim` apart (NeoX); dimensions beyond it are not rotated.
     pub cos_sin: Matrix<'a>,
     /// Weight `[1, head_dim]` of a norm over each head of q before the rotation.
     pub q_norm: Option<Matrix<'a>>,
@@ -30,78 +45,223 @@ pub struct Rope<'a> {
 
 /// Rotate q in place; rotate k and store it and v in `kv`. `k` and `v` are left as they are.
 pub fn rope_and_write_kv(
-    _pool: &Pool,
+    pool: &Pool,
     q: &mut MatrixMut<'_>,
     kv: &mut KvViewMut<'_>,
     rope: &Rope<'_>,
 ) -> Result<(), ArgumentError> {
     check(q, kv, rope)?;
-    let layout = *kv.as_view().layout();
-    let dim = layout.head_dim;
-    for token in 0..rope.positions.len() {
-        for head in 0..q.as_matrix().num_cols() / dim {
-            let row = head_row(q.as_matrix(), token, head, dim);
-            let row = transform(row, rope.q_norm.as_ref(), rope, token);
-            for (i, value) in row.into_iter().enumerate() {
-                set(q, token, head * dim + i, value);
-            }
-        }
-        let Ok(slot) = usize::try_from(rope.slot_mapping[token]) else { continue };
-        let (block, offset) = (slot / layout.block_size, slot % layout.block_size);
-        for head in 0..layout.num_kv_heads {
-            let key = head_row(&rope.k, token, head, dim);
-            let key = transform(key, rope.k_norm.as_ref(), rope, token);
-            let value = head_row(&rope.v, token, head, dim);
-            for i in 0..dim {
-                let dtype = kv.as_view().dtype();
-                let k_at = layout.key_tile(block, head) + layout.key_at(dtype, offset, i);
-                let v_at = layout.value_tile(block, head) + layout.value_at(dtype, offset, i);
-                // SAFETY: both are inside the layer: slot was checked.
-                unsafe {
-                    match dtype {
-                        DType::F32 => {
-                            *kv.base::<f32>().add(k_at) = key[i];
-                            *kv.base::<f32>().add(v_at) = value[i];
-                        }
-                        DType::Bf16 => {
-                            *kv.base::<Bf16>().add(k_at) = Bf16::narrow(key[i]);
-                            *kv.base::<Bf16>().add(v_at) = Bf16::narrow(value[i]);
-                        }
-                    }
-                }
-            }
-        }
+    match (q.as_matrix().dtype(), kv.as_view().dtype()) {
+        (DType::F32, DType::F32) => run::<f32, f32>(pool, q, kv, rope),
+        (DType::F32, DType::Bf16) => run::<f32, Bf16>(pool, q, kv, rope),
+        (DType::Bf16, DType::F32) => run::<Bf16, f32>(pool, q, kv, rope),
+        (DType::Bf16, DType::Bf16) => run::<Bf16, Bf16>(pool, q, kv, rope),
     }
     Ok(())
 }
 
-fn head_row(m: &Matrix<'_>, token: usize, head: usize, dim: usize) -> Vec<f32> {
-    (0..dim).map(|i| get(m, token, head * dim + i)).collect()
+struct Rotate<'a, X, C> {
+    q: &'a MatrixMut<'a>,
+    kv: &'a KvViewMut<'a>,
+    rope: &'a Rope<'a>,
+    types: PhantomData<(X, C)>,
 }
 
-fn transform(
-    mut row: Vec<f32>,
-    norm: Option<&Matrix<'_>>,
+fn run<X: Lanes, C: Stored>(
+    pool: &Pool,
+    q: &MatrixMut<'_>,
+    kv: &KvViewMut<'_>,
     rope: &Rope<'_>,
-    token: usize,
-) -> Vec<f32> {
-    if let Some(weight) = norm {
-        let mean = row.iter().map(|v| v * v).sum::<f32>() / row.len() as f32;
-        let inv = 1.0 / (mean + rope.norm_eps).sqrt();
-        for (i, value) in row.iter_mut().enumerate() {
-            *value = *value * inv * get(weight, 0, i);
+) {
+    let num_tokens = rope.positions.len();
+    let work_ns = num_tokens * (q.as_matrix().num_cols() + 2 * rope.k.num_cols()) / 4;
+    let kernel = Rotate::<X, C> { q, kv, rope, types: PhantomData };
+    pool.run(&kernel, num_tokens.div_ceil(TOKENS_PER_ITEM), work_ns);
+}
+
+/// One head, with room for a whole vector at its end.
+type Head = [f32; MAX_HEAD_DIM + LANES];
+
+impl<X: Lanes, C: Stored> Kernel for Rotate<'_, X, C> {
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, item: usize) {
+        let rope = self.rope;
+        let dim = self.kv.as_view().layout().head_dim;
+        let end = rope.positions.len().min((item + 1) * TOKENS_PER_ITEM);
+        let mut head = [0.0; MAX_HEAD_DIM + LANES];
+        for token in item * TOKENS_PER_ITEM..end {
+            let angles = rope.cos_sin.row::<f32>(rope.positions[token] as usize);
+            let row = self.q.row::<X>(token);
+            for at in (0..self.q.as_matrix().num_cols()).step_by(dim) {
+                // SAFETY: columns at..at + dim of this token's row, which this item alone has;
+                // `angles` is a row of `cos_sin`.
+                unsafe {
+                    self.rotate(s, row.add(at), rope.q_norm.as_ref(), angles, &mut head);
+                    store_head(s, &head, row.add(at), dim);
+                }
+            }
+            if let Ok(slot) = usize::try_from(rope.slot_mapping[token]) {
+                self.write(s, token, slot, angles, &mut head);
+            }
         }
     }
-    let half = rope.cos_sin.num_cols() / 2;
-    let position = rope.positions[token] as usize;
-    for i in 0..half {
-        let cos = get(&rope.cos_sin, position, i);
-        let sin = get(&rope.cos_sin, position, half + i);
-        let (a, b) = (row[i], row[half + i]);
-        row[i] = a * cos - b * sin;
-        row[half + i] = b * cos + a * sin;
+}
+
+impl<X: Lanes, C: Stored> Rotate<'_, X, C> {
+    /// Load a head into `head`, norm it and rotate it.
+    ///
+    /// # Safety
+    ///
+    /// `from` has `head_dim` elements, and `angles` is a row of `cos_sin`.
+    #[inline(always)]
+    unsafe fn rotate<S: Simd>(
+        &self,
+        s: S,
+        from: *const X,
+        norm: Option<&Matrix<'_>>,
+        angles: *const f32,
+        head: &mut Head,
+    ) {
+        let dim = self.kv.as_view().layout().head_dim;
+        // SAFETY: the caller's promise.
+        unsafe { load_head(s, from, head, dim) };
+        if let Some(weight) = norm {
+            match weight.dtype() {
+                DType::F32 => norm_head::<S, f32>(s, head, dim, weight, self.rope.norm_eps),
+                DType::Bf16 => norm_head::<S, Bf16>(s, head, dim, weight, self.rope.norm_eps),
+            }
+        }
+        let half = self.rope.cos_sin.num_cols() / 2;
+        for at in (0..half).step_by(LANES) {
+            let (len, head) = (half - at, head.as_mut_ptr());
+            // SAFETY: 2 * half is at most head_dim and is the length of a row of `cos_sin`.
+            unsafe {
+                let (a, b) = (
+                    f32::load_first(s, head.add(at), len),
+                    f32::load_first(s, head.add(half + at), len),
+                );
+                let cos = f32::load_first(s, angles.add(at), len);
+                let sin = f32::load_first(s, angles.add(half + at), len);
+                let first = s.sub(s.mul(a, cos), s.mul(b, sin));
+                let second = s.add(s.mul(b, cos), s.mul(a, sin));
+                f32::store_first(s, head.add(at), len, first);
+                f32::store_first(s, head.add(half + at), len, second);
+            }
+        }
     }
-    row
+
+    /// Store the key and the value of `token` in `slot`.
+    #[inline(always)]
+    fn write<S: Simd>(
+        &self,
+        s: S,
+        token: usize,
+        slot: usize,
+        angles: *const f32,
+        head: &mut Head,
+    ) {
+        let layout = self.kv.as_view().layout();
+        let (dim, base) = (layout.head_dim, self.kv.base::<C>());
+        let (block, offset) = (slot / layout.block_size, slot % layout.block_size);
+        assert!(block < layout.num_blocks, "slot {slot} is outside the pool");
+        let (k, v) = (self.rope.k.row::<X>(token), self.rope.v.row::<X>(token));
+        for index in 0..layout.num_kv_heads {
+            let (key_tile, value_tile) =
+                (layout.key_tile(block, index), layout.value_tile(block, index));
+            // SAFETY: k and v have num_kv_heads * dim columns; the block is in the pool, so both
+            // tiles are inside the layer, and `key_at` and `value_at` are inside a tile.
+            unsafe {
+                self.rotate(s, k.add(index * dim), self.rope.k_norm.as_ref(), angles, head);
+                C::scatter(head, base.add(key_tile), layout, offset, KvLayout::key_at);
+                load_head(s, v.add(index * dim), head, dim);
+                C::scatter(head, base.add(value_tile), layout, offset, KvLayout::value_at);
+            }
+        }
+    }
+}
+
+/// # Safety
+///
+/// `from` has `dim` elements.
+#[inline(always)]
+unsafe fn load_head<S: Simd, X: Lanes>(s: S, from: *const X, head: &mut Head, dim: usize) {
+    for at in (0..dim).step_by(LANES) {
+        // SAFETY: the caller's promise; `head` has room for a whole vector at its end.
+        unsafe { s.store(head.as_mut_ptr().add(at), X::load_first(s, from.add(at), dim - at)) };
+    }
+}
+
+/// # Safety
+///
+/// `to` has `dim` writable elements.
+#[inline(always)]
+unsafe fn store_head<S: Simd, X: Lanes>(s: S, head: &Head, to: *mut X, dim: usize) {
+    for at in (0..dim).step_by(LANES) {
+        // SAFETY: the caller's promise; `head` has room for a whole vector at its end.
+        unsafe { X::store_first(s, to.add(at), dim - at, s.load(head.as_ptr().add(at))) };
+    }
+}
+
+#[inline(always)]
+fn norm_head<S: Simd, W: Lanes>(s: S, head: &mut Head, dim: usize, weight: &Matrix<'_>, eps: f32) {
+    let (head, weight) = (head.as_mut_ptr(), weight.row::<W>(0));
+    // SAFETY: both have `dim` elements, and `head` has room for a whole vector at its end.
+    unsafe {
+        let inverse = s.splat(inverse_rms(s, head.cast_const(), dim, eps));
+        for at in (0..dim).step_by(LANES) {
+            let x = s.mul(s.load(head.add(at)), inverse);
+            s.store(head.add(at), s.mul(x, W::load_first(s, weight.add(at), dim - at)));
+        }
+    }
+}
+
+/// Where `(offset, dim)` lies in a tile.
+type Place = fn(&KvLayout, DType, usize, usize) -> usize;
+
+/// What keys and values are stored as.
+trait Stored: Element {
+    /// Store one element so that a concurrent store is no data race.
+    ///
+    /// # Safety
+    ///
+    /// `to` is a writable element.
+    unsafe fn store_relaxed(to: *mut Self, value: f32);
+
+    /// Store the first `head_dim` of `head` as the token at `offset` of `tile`.
+    ///
+    /// # Safety
+    ///
+    /// `tile` is a tile of `layout`.
+    #[inline(always)]
+    unsafe fn scatter(
+        head: &Head,
+        tile: *mut Self,
+        layout: &KvLayout,
+        offset: usize,
+        place: Place,
+    ) {
+        for (dim, &value) in head[..layout.head_dim].iter().enumerate() {
+            // SAFETY: places are inside a tile.
+            unsafe { Self::store_relaxed(tile.add(place(layout, Self::DTYPE, offset, dim)), value) };
+        }
+    }
+}
+
+impl Stored for f32 {
+    #[inline(always)]
+    unsafe fn store_relaxed(to: *mut Self, value: f32) {
+        // SAFETY: the caller's promise; an `f32` is as large and as aligned as an `AtomicU32`.
+        unsafe { AtomicU32::from_ptr(to.cast()) }.store(value.to_bits(), Ordering::Relaxed);
+    }
+}
+
+impl Stored for Bf16 {
+    #[inline(always)]
+    unsafe fn store_relaxed(to: *mut Self, value: f32) {
+        let bits = Self::from_f32(value).0;
+        // SAFETY: the caller's promise; a `Bf16` is as large and as aligned as an `AtomicU16`.
+        unsafe { AtomicU16::from_ptr(to.cast()) }.store(bits, Ordering::Relaxed);
+    }
 }
 
 fn check(q: &MatrixMut<'_>, kv: &KvViewMut<'_>, rope: &Rope<'_>) -> Result<(), ArgumentError> {

@@ -167,6 +167,15 @@ impl<'a> MatrixMut<'a> {
         &self.view
     }
 
+    /// Make a row zero. Panics on a wrong row.
+    pub(crate) fn zero_row(&self, row: usize) {
+        assert!(row < self.view.num_rows);
+        let Matrix { data, dtype, num_cols, row_stride, .. } = self.view;
+        let start = data.cast_mut().wrapping_add(row * row_stride * dtype.size());
+        // SAFETY: a row of the view; zero is all bits zero in every type.
+        unsafe { start.write_bytes(0, num_cols * dtype.size()) };
+    }
+
     /// Start of a row. Panics on a wrong type or row.
     #[inline(always)]
     pub(crate) fn row<T: Element>(&self, row: usize) -> *mut T {

@@ -1,0 +1,240 @@
+//! The two inner loops: scores of rows × keys, and weighted values of rows × dimensions.
+//!
+//! Each keeps a block of R rows × N vectors in registers. A score is one chain over the dimensions
+//! in ascending order from zero; a sum of values is one chain over the keys in ascending order from
+//! what it was. The shape of a block decides what runs side by side, and no result.
+
+use super::cached::{Cached, OCTET};
+use super::scratch::STRIDE;
+use crate::simd::{Kernel, LANES, Simd};
+
+/// Scores of `rows` query rows against `num_vectors` × 16 keys.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scores<C> {
+    /// First query row; rows are [`STRIDE`] apart.
+    pub(super) q: *const f32,
+    pub(super) rows: usize,
+    pub(super) head_dim: usize,
+    /// Octet pointers of the keys, two for each vector.
+    pub(super) octets: *const *const C,
+    /// Keys side by side in the cache: 8 or 16.
+    pub(super) group: usize,
+    pub(super) num_vectors: usize,
+    /// Scores of the first row; rows are [`STRIDE`] apart.
+    pub(super) out: *mut f32,
+}
+
+/// Values of the keys `from..to`, weighted, added to `out` for `rows` rows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Values<C> {
+    /// Weights of the first row, from key 0 of the range; rows are [`STRIDE`] apart.
+    pub(super) weights: *const f32,
+    pub(super) rows: usize,
+    pub(super) head_dim: usize,
+    /// Octet pointers of the values, from key 0 of the range.
+    pub(super) octets: *const *const C,
+    pub(super) from: usize,
+    pub(super) to: usize,
+    /// Sums of the first row, all dimensions; rows are [`STRIDE`] apart.
+    pub(super) out: *mut f32,
+}
+
+/// A block of scores.
+struct ScoreBlock<C, const R: usize, const N: usize, const SPLIT: bool>(Scores<C>);
+
+/// A block of values, at dimension `.1`.
+struct ValueBlock<C, const R: usize, const N: usize, const HALF: bool>(Values<C>, usize);
+
+// SAFETY: it is used by the thread that makes it, within `Simd::call`.
+unsafe impl<C, const R: usize, const N: usize, const B: bool> Sync for ScoreBlock<C, R, N, B> {}
+// SAFETY: as above.
+unsafe impl<C, const R: usize, const N: usize, const B: bool> Sync for ValueBlock<C, R, N, B> {}
+
+/// Compute the block of `$rows` rows, one of those listed: its number of rows becomes a constant.
+macro_rules! call_block {
+    ($s:expr, $rows:expr, [$($r:literal)+], $block:ident<$n:literal, $flag:tt>$fields:tt) => {
+        match $rows {
+            $($r => $s.call(&$block::<_, $r, $n, $flag>$fields, 0),)+
+            rows => unreachable!("a block of {rows} rows"),
+        }
+    };
+}
+
+/// Vectors side by side for `rows` rows, so that a block fits in the registers.
+#[inline(always)]
+const fn num_vectors<S: Simd>(rows: usize) -> usize {
+    if S::MANY_REGISTERS {
+        4
+    } else if S::IS_PLAIN || rows > 3 {
+        1
+    } else {
+        2
+    }
+}
+
+/// Most rows of a block.
+#[inline(always)]
+pub(super) const fn max_rows<S: Simd>() -> usize {
+    if S::IS_PLAIN { 2 } else { 6 }
+}
+
+impl<C: Cached> Scores<C> {
+    /// Compute them. `SPLIT`: the cache holds keys in groups of eight.
+    ///
+    /// # Safety
+    ///
+    /// `q` has `rows` (1 to [`max_rows`]) rows of `head_dim` and `out` as many of `num_vectors` vectors;
+    /// `octets` are octet pointers of tiles of `head_dim` dimensions, two for each vector (of which
+    /// the first is used, unless `SPLIT`).
+    #[inline(always)]
+    pub(super) unsafe fn compute<S: Simd, const SPLIT: bool>(mut self, s: S) {
+        let side_by_side = num_vectors::<S>(self.rows);
+        while self.num_vectors > 0 {
+            let n = if self.num_vectors >= side_by_side { side_by_side } else { 1 };
+            // The branches on constants keep blocks that a machine never uses from being compiled.
+            if S::IS_PLAIN {
+                call_block!(s, self.rows, [1 2], ScoreBlock<1, SPLIT>(self));
+            } else if n == 1 {
+                call_block!(s, self.rows, [1 2 3 4 5 6], ScoreBlock<1, SPLIT>(self));
+            } else if S::MANY_REGISTERS {
+                call_block!(s, self.rows, [1 2 3 4 5 6], ScoreBlock<4, SPLIT>(self));
+            } else {
+                call_block!(s, self.rows, [1 2 3], ScoreBlock<2, SPLIT>(self));
+            }
+            self.num_vectors -= n;
+            self.octets = self.octets.wrapping_add(2 * n);
+            self.out = self.out.wrapping_add(LANES * n);
+        }
+    }
+}
+
+impl<C: Cached, const R: usize, const N: usize, const SPLIT: bool> Kernel
+    for ScoreBlock<C, R, N, SPLIT>
+{
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, _item: usize) {
+        let Scores { q, head_dim, octets, group, out, .. } = self.0;
+        let mut sums = [[s.splat(0.0); N]; R];
+        let mut dim = 0;
+        while dim < head_dim {
+            for n in 0..N {
+                // SAFETY: the promise of `Scores::compute`; `head_dim` is even.
+                unsafe {
+                    let keys = C::keys::<S, SPLIT>(s, octets.add(2 * n), group, dim);
+                    for r in 0..R {
+                        let x = s.splat(q.add(r * STRIDE + dim).read());
+                        sums[r][n] = s.fma(x, keys.0, sums[r][n]);
+                    }
+                    for r in 0..R {
+                        let x = s.splat(q.add(r * STRIDE + dim + 1).read());
+                        sums[r][n] = s.fma(x, keys.1, sums[r][n]);
+                    }
+                }
+            }
+            dim += 2;
+        }
+        for r in 0..R {
+            for n in 0..N {
+                // SAFETY: the promise of `Scores::compute`.
+                unsafe { s.store(out.add(r * STRIDE + n * LANES), sums[r][n]) };
+            }
+        }
+    }
+}
+
+impl<C: Cached> Values<C> {
+    /// Add them up.
+    ///
+    /// # Safety
+    ///
+    /// `weights` has `rows` (1 to [`max_rows`]) rows of `to` elements and `out` as many of `head_dim`,
+    /// rounded up to a whole vector; `octets` are octet pointers of tiles of `head_dim` dimensions,
+    /// of which those of the keys `from..to` are read.
+    #[inline(always)]
+    pub(super) unsafe fn accumulate<S: Simd>(self, s: S) {
+        let whole = self.head_dim / LANES;
+        let side_by_side = num_vectors::<S>(self.rows);
+        let mut vector = 0;
+        while vector < whole {
+            let n = if whole - vector >= side_by_side { side_by_side } else { 1 };
+            let at = vector * LANES;
+            if S::IS_PLAIN {
+                call_block!(s, self.rows, [1 2], ValueBlock<1, false>(self, at));
+            } else if n == 1 {
+                call_block!(s, self.rows, [1 2 3 4 5 6], ValueBlock<1, false>(self, at));
+            } else if S::MANY_REGISTERS {
+                call_block!(s, self.rows, [1 2 3 4 5 6], ValueBlock<4, false>(self, at));
+            } else {
+                call_block!(s, self.rows, [1 2 3], ValueBlock<2, false>(self, at));
+            }
+            vector += n;
+        }
+        if self.head_dim.is_multiple_of(LANES) {
+            return;
+        }
+        let at = whole * LANES;
+        if S::IS_PLAIN {
+            call_block!(s, self.rows, [1 2], ValueBlock<1, true>(self, at));
+        } else {
+            call_block!(s, self.rows, [1 2 3 4 5 6], ValueBlock<1, true>(self, at));
+        }
+    }
+}
+
+impl<C: Cached, const R: usize, const N: usize, const HALF: bool> Kernel
+    for ValueBlock<C, R, N, HALF>
+{
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, _item: usize) {
+        let Values { weights, head_dim, octets, from, to, out, .. } = self.0;
+        let at = self.1;
+        let mut sums = [[s.splat(0.0); N]; R];
+        for r in 0..R {
+            for n in 0..N {
+                // SAFETY: the promise of `Values::accumulate`.
+                sums[r][n] = unsafe { s.load(out.add(r * STRIDE + at + n * LANES)) };
+            }
+        }
+        let mut key = from;
+        while key < to {
+            // SAFETY: the promise of `Values::accumulate`: key is in from..to, and so is key + 1
+            // where the pair is read.
+            unsafe {
+                let octet = octets.add(key / OCTET).read();
+                let stop = to.min((key / OCTET + 1) * OCTET);
+                if key % 2 == 1 || key + 1 == stop {
+                    for n in 0..N {
+                        let here = at + n * LANES;
+                        let value = C::value::<S, HALF>(s, octet, head_dim, key % OCTET, here);
+                        for r in 0..R {
+                            let w = s.splat(weights.add(r * STRIDE + key).read());
+                            sums[r][n] = s.fma(w, value, sums[r][n]);
+                        }
+                    }
+                    key += 1;
+                }
+                while key + 1 < stop {
+                    for n in 0..N {
+                        let here = at + n * LANES;
+                        let pair = C::values::<S, HALF>(s, octet, head_dim, key % OCTET, here);
+                        for r in 0..R {
+                            let w = s.splat(weights.add(r * STRIDE + key).read());
+                            sums[r][n] = s.fma(w, pair.0, sums[r][n]);
+                        }
+                        for r in 0..R {
+                            let w = s.splat(weights.add(r * STRIDE + key + 1).read());
+                            sums[r][n] = s.fma(w, pair.1, sums[r][n]);
+                        }
+                    }
+                    key += 2;
+                }
+            }
+        }
+        for r in 0..R {
+            for n in 0..N {
+                // SAFETY: the promise of `Values::accumulate`.
+                unsafe { s.store(out.add(r * STRIDE + at + n * LANES), sums[r][n]) };
+            }
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Memory that a thread keeps between calls, so that none is allocated in a steady state.
+
+use std::cell::UnsafeCell;
+
+use super::RANGE;
+use super::cached::OCTET;
+use super::tile::MAX_ROWS;
+use super::work::Workspace;
+use crate::layout::MAX_HEAD_DIM;
+use crate::simd::LANES;
+
+/// Distance between rows of scratch: one constant for heads and ranges, so that the rows of a block
+/// are at constant offsets; not a power of two, so that they are not in one set of the cache.
+pub(super) const STRIDE: usize = MAX_HEAD_DIM + LANES;
+
+const _: () = assert!(RANGE <= MAX_HEAD_DIM && MAX_HEAD_DIM.is_multiple_of(LANES));
+
+/// [`MAX_ROWS`] rows.
+pub(super) type Rows = [[f32; STRIDE]; MAX_ROWS];
+
+/// What is known of a softmax besides its weighted values.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stats {
+    /// Largest score, in base 2.
+    pub(super) max: f32,
+    /// Sum of 2^(score − max).
+    pub(super) sum: f32,
+}
+
+impl Stats {
+    /// Of no keys.
+    pub(super) const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
+}
+
+/// One thread's working memory for a tile: fits in the second-level cache.
+pub(super) struct Scratch {
+    /// Queries, as `f32`.
+    pub(super) q: Rows,
+    /// Scores, then weights, of the current range.
+    pub(super) scores: Rows,
+    /// Weighted values of the current range, and their statistics.
+    pub(super) values: Rows,
+    pub(super) stats: [Stats; MAX_ROWS],
+    /// The same of all ranges so far.
+    pub(super) total: Rows,
+    pub(super) total_stats: [Stats; MAX_ROWS],
+    /// Octet pointers of the current range's keys and values.
+    pub(super) key_octets: [*const u8; RANGE / OCTET],
+    pub(super) value_octets: [*const u8; RANGE / OCTET],
+}
+
+impl Scratch {
+    const fn new() -> Self {
+        const ROWS: Rows = [[0.0; STRIDE]; MAX_ROWS];
+        Self {
+            q: ROWS,
+            scores: ROWS,
+            values: ROWS,
+            stats: [Stats::EMPTY; MAX_ROWS],
+            total: ROWS,
+            total_stats: [Stats::EMPTY; MAX_ROWS],
+            key_octets: [std::ptr::null(); RANGE / OCTET],
+            value_octets: [std::ptr::null(); RANGE / OCTET],
+        }
+    }
+}
+
+thread_local! {
+    static SCRATCH: UnsafeCell<Box<Scratch>> = UnsafeCell::new(Box::new(Scratch::new()));
+    static WORKSPACE: UnsafeCell<Workspace> = UnsafeCell::new(Workspace::default());
+}
+
+/// This thread's scratch. Its user must be done with it before anyone else on this thread asks.
+pub(super) fn scratch() -> *mut Scratch {
+    // SAFETY: reads the pointer in the box, of which there is no other borrow.
+    SCRATCH.with(|cell| unsafe { &raw mut **cell.get() })
+}
+
+/// Lend this thread's workspace to `body`, which must not ask for it again.
+pub(super) fn with_workspace(body: impl FnOnce(&mut Workspace)) {
+    // SAFETY: the only use, and `body` (in `attention::run`) does not come here again.
+    WORKSPACE.with(|cell| body(unsafe { &mut *cell.get() }));
+}

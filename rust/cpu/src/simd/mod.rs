@@ -1,0 +1,103 @@
+//! Sixteen `f32` lanes, on any machine.
+//!
+//! Kernels are written once over [`Simd`] and compiled for each instruction set. A vector always
+//! has sixteen lanes: one AVX-512 register, two AVX2 registers, or an array. So every instruction
+//! set runs the same operations in the same order, and those with a fused multiply-add give the
+//! same bits.
+//!
+//! A value of a `Simd` type is a proof that the machine has the instructions, so arithmetic is safe
+//! to call; only loads and stores are not. Everything is `inline(always)`: code that works with
+//! vectors has to end up inside one of the functions of [`dispatch`] that enable the instructions.
+//! For the same reason kernels use no closures.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod dispatch;
+mod lanes;
+mod portable;
+
+pub(crate) use dispatch::{Kernel, run};
+pub(crate) use lanes::Lanes;
+
+use crate::element::Bf16;
+
+/// Lanes of a vector.
+pub(crate) const LANES: usize = 16;
+
+/// Sixteen `f32` lanes and what can be done with them.
+///
+/// Pairs: `load_pairs` reads sixteen pairs of bfloat16 and returns the first of each pair and the
+/// second of each; `half` reads eight (the upper lanes are zero) and `split` reads eight from each
+/// of two places.
+pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// Sixteen `f32`.
+    type V: Copy;
+
+    /// Whether vectors are arrays, so that few fit in registers: about three.
+    const IS_PLAIN: bool;
+    /// Whether 32 vectors fit in registers, rather than 8.
+    const MANY_REGISTERS: bool;
+
+    /// All lanes equal.
+    fn splat(self, value: f32) -> Self::V;
+    /// `a + b`.
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a - b`.
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b`.
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a / b`.
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, rounded once where the machine can.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `if a > b { a } else { b }`: b where either is NaN.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `if a < b { a } else { b }`: b where either is NaN.
+    fn min(self, a: Self::V, b: Self::V) -> Self::V;
+    /// Lane i is `a`'s where bit i of `mask` is set, otherwise `b`'s.
+    fn select(self, mask: u16, a: Self::V, b: Self::V) -> Self::V;
+    /// `(bits(a) + 127) << 23` as `f32`: 2^n where the low nine bits of `a` hold the integer n.
+    fn exponent(self, a: Self::V) -> Self::V;
+    /// Sum of the lanes: halves are added until one is left.
+    fn sum(self, a: Self::V) -> f32;
+    /// Largest lane, as [`Simd::max`] sees it.
+    fn max_lane(self, a: Self::V) -> f32;
+
+    /// # Safety
+    /// Sixteen `f32` are readable at `from`.
+    unsafe fn load(self, from: *const f32) -> Self::V;
+    /// # Safety
+    /// Eight `f32` are readable at `from`.
+    unsafe fn load_half(self, from: *const f32) -> Self::V;
+    /// # Safety
+    /// Eight `f32` are readable at each of `low` and `high`.
+    unsafe fn load_split(self, low: *const f32, high: *const f32) -> Self::V;
+    /// # Safety
+    /// Sixteen `f32` are writable at `to`.
+    unsafe fn store(self, to: *mut f32, a: Self::V);
+    /// # Safety
+    /// Sixteen [`Bf16`] are readable at `from`.
+    unsafe fn load_bf16(self, from: *const Bf16) -> Self::V;
+    /// Rounds as [`Bf16::from_f32`].
+    /// # Safety
+    /// Sixteen [`Bf16`] are writable at `to`.
+    unsafe fn store_bf16(self, to: *mut Bf16, a: Self::V);
+    /// # Safety
+    /// 32 [`Bf16`] are readable at `from`.
+    unsafe fn load_pairs(self, from: *const Bf16) -> (Self::V, Self::V);
+    /// # Safety
+    /// Sixteen [`Bf16`] are readable at `from`.
+    unsafe fn load_pairs_half(self, from: *const Bf16) -> (Self::V, Self::V);
+    /// # Safety
+    /// Sixteen [`Bf16`] are readable at each of `low` and `high`.
+    unsafe fn load_pairs_split(self, low: *const Bf16, high: *const Bf16) -> (Self::V, Self::V);
+
+    /// Run `kernel` in a function of its own that has the instructions: for the boundary between
+    /// loops that should not be inlined into each other.
+    fn call<K: Kernel>(self, kernel: &K, item: usize);
+}
+
+#[cfg(test)]
+mod tests;
