@@ -14,9 +14,7 @@ from toy_runner import ToyRunner
 
 
 def assert_conserved(engine: Engine) -> None:
-    """Every block is in one place, and none is held where nothing runs."""
-    if not engine.is_alive:
-        return
+    """Every block is in one place, and none is held where nothing runs; after the end too."""
     engine.check()
     stats = engine.stats()
     assert stats["free"] + stats["held"] + stats["cached"] == stats["capacity"], stats
@@ -60,6 +58,7 @@ def watched(make: Callable[[], ToyEngines] = ToyEngines) -> Iterator[ToyEngines]
         assert not engine.has_work(), "a test leaves its engine idle"
         assert_conserved(engine)
         engine.shutdown()
+        assert_conserved(engine)
 
 
 toy_engine = pytest.fixture(watched)

@@ -291,7 +291,7 @@ def test_a_request_whose_steps_always_fail_ends_with_error(toy_engine: ToyEngine
     run_all(engine)
     output = request.output()
     assert output.outputs[0].finish_reason == "error"
-    assert output.error == "the forward pass failed: out of shared memory"
+    assert output.error == "the step failed: out of shared memory"
     runner.on_forward = lambda plan: None
     again = engine.submit([5, 6, 7], GREEDY)
     run_all(engine)
@@ -351,9 +351,14 @@ def test_a_bug_of_the_core_ends_everything(
         def plan(self, now: int, arena: object) -> None:
             raise CoreBug("index out of bounds")
 
+        def close(self) -> None:
+            raise CoreBug("this Core stopped at a bug")
+
     request = engine.submit([5, 6], GREEDY)
-    monkeypatch.setattr(engine, "_core", BrokenCore())
-    assert engine.step() == [request]
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "_core", BrokenCore())
+        assert engine.step() == [request]
+    engine._core.close()
     assert request.output().error == "the engine stopped: index out of bounds"
     with pytest.raises(EngineDeadError):
         engine.step()

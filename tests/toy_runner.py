@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from fastserve.arena import PlanView
+from fastserve.text.detokenizer import TokenTable
 
 VOCAB_SIZE = 97
 EOS = 2
@@ -95,3 +96,24 @@ class ToyRunner:
         if self.poison(seen):
             logits[5] = np.nan
         return logits
+
+
+class ToyTokenizer:
+    """Token i is the character 30 + i, a space for 1; 2 ends a text and has no text itself."""
+
+    def __init__(self) -> None:
+        tokens = [b"", b" ", b"<end>", *(bytes([30 + token]) for token in range(3, VOCAB_SIZE))]
+        self.table = TokenTable(tokens, [EOS])
+        self.has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return [1 if character == " " else ord(character) - 30 for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.table.token_bytes(token) for token in tokens if token != EOS).decode()
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, str]], **options: object
+    ) -> list[int]:
+        text = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        return self.encode(text + ("assistant:" if options["add_generation_prompt"] else ""))

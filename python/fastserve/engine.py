@@ -42,8 +42,8 @@ import numpy as np
 from fastserve.active_request import FINISHED_BY_ERROR, ActiveRequest
 from fastserve.arena import Arena
 from fastserve.config import EngineConfig
-from fastserve.core import Core, CoreBug, RequestError
-from fastserve.errors import EngineDeadError, KernelError, ModelError
+from fastserve.core import Core, RequestError
+from fastserve.errors import EngineDeadError, FastserveError, KernelError, ModelError
 from fastserve.philox import derive_seed
 from fastserve.prompts import Prompt, tokenize
 from fastserve.sampler import ALL_MASKED, NOT_FINITE, Sampler, SampleResult
@@ -233,12 +233,17 @@ class Engine:
         return request
 
     def abort(self, request: ActiveRequest) -> None:
-        """End `request` at the next step with ``abort``, whatever its state."""
+        """End `request` at the next step with ``abort``, whatever its state.
+
+        Its name may be used again at once.
+        """
+        with self._lock:
+            self._free_id(request)
         if self._death is None:
             self._inbox.abort(request.number)
 
     def find(self, request_id: str) -> ActiveRequest | None:
-        """The request that the caller named `request_id`, if it has not finished."""
+        """The request called `request_id`, if it has neither ended nor been aborted."""
         with self._lock:
             return self._active.get(self._numbers_in_use.get(request_id, 0))
 
@@ -284,6 +289,11 @@ class Engine:
         """Whether it takes requests and steps."""
         return self._death is None
 
+    @property
+    def num_active(self) -> int:
+        """Requests that the core has not settled."""
+        return len(self._active)
+
     def has_work(self) -> bool:
         """Whether anything waits, runs or is in flight."""
         return self._death is None and self._core.has_work()
@@ -309,18 +319,18 @@ class Engine:
         self.ran_step = bool(self._planned)
         if not self.ran_step:
             return self._deliver(self._core.take_outputs())
-        planned = self._planned.popleft()
-        step = planned.sizes.step
+        step = self._planned[0].sizes.step
         try:
-            result = self._run(planned)
+            result = self._run(self._planned[0])
         except KernelError:
             raise
         except Exception as error:
             logger.exception("step %d failed and is rolled back", step)
-            return self._deliver(self._roll_back(step), failure=f"the forward pass failed: {error}")
+            return self._deliver(self._roll_back(), failure=f"the step failed: {error}")
         except BaseException:  # Ctrl-C in the middle of a step.
-            self._deliver(self._roll_back(step))
+            self._deliver(self._roll_back())
             raise
+        self._planned.popleft()
         outputs = self._core.commit(step, time.monotonic_ns(), result.counts, result.tokens)
         return self._deliver(outputs, result)
 
@@ -344,8 +354,9 @@ class Engine:
         logits = self._runner.forward(plan, self._sampler.last_samples)
         return self._sampler.sample(logits, plan)
 
-    def _roll_back(self, step: int) -> StepOutputs:
-        """The step failed, and those planned on top of it with it."""
+    def _roll_back(self) -> StepOutputs:
+        """The oldest step in flight failed, and those planned on top of it with it."""
+        step = self._planned[0].sizes.step
         self._planned.clear()
         return self._core.fail(step, time.monotonic_ns())
 
@@ -415,8 +426,18 @@ class Engine:
             self._numbers_in_use.clear()
         for request in ended:
             request.fail(why)
-        self._planned.clear()
+        try:
+            self._close_core()
+        except FastserveError:
+            logger.debug("the core cannot be closed", exc_info=True)
         return ended
+
+    def _close_core(self) -> StepOutputs:
+        """Drop what is in flight and end everything. All blocks are back after it."""
+        if self._planned:
+            self._roll_back()
+        self._core.close()
+        return self._core.take_outputs()
 
     # The rest.
 
@@ -429,10 +450,9 @@ class Engine:
         ended: list[ActiveRequest] = []
         if self._death is None:
             try:
-                self._core.close()
-                ended = self._deliver(self._core.take_outputs())
-            except CoreBug:
-                logger.exception("the core had a bug while it was closed")
+                ended = self._deliver(self._close_core())
+            except FastserveError:
+                logger.exception("the core cannot be closed")
             ended += self._die(_SHUT_DOWN)
         self._runner = None  # And with it the weights and the cache.
         return ended

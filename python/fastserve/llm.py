@@ -284,13 +284,18 @@ class _Batch:
         return news
 
     def _end(self) -> None:
-        """Abort what has not finished, and step until the core has heard of every end."""
+        """Abort what has not finished, and step until the core has heard of every end.
+
+        Where nobody else has requests, also until no step is in flight: it would hold blocks.
+        """
         with deferred_interrupts():
             self._waiting.clear()
             for request in self.requests:
                 if not request.finished:
                     self._engine.abort(request)
-            while self._engine.is_alive and not all(r.settled for r in self.requests):
+            while self._engine.has_work() and not (
+                self._engine.num_active and all(request.settled for request in self.requests)
+            ):
                 self._engine.step()
 
     def _submit(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 __all__ = ["Advance", "LoadingBar", "generating", "loading"]
 
@@ -65,8 +65,10 @@ def _shown(show: bool | None) -> bool:
     return sys.stderr.isatty() if show is None else show
 
 
-def _bar(*columns: object) -> Progress:
+def _bar(*columns: ProgressColumn) -> Progress:
     from rich.console import Console
     from rich.progress import Progress
 
-    return Progress(*columns, console=Console(stderr=True), transient=True)  # type: ignore[arg-type]
+    console = Console(stderr=True)
+    # On a terminal it makes room for the answer; in a log it is one line at the end.
+    return Progress(*columns, console=console, transient=console.is_terminal)

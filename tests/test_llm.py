@@ -1,0 +1,431 @@
+"""LLM: batches in order, text, interrupts, life cycle; over a model too simple to be wrong."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engines import ToyEngines, assert_conserved, toy_engine
+from fastserve.config import EngineConfig, EngineOptions
+from fastserve.errors import ConfigError, EngineDeadError, KernelError, ModelError, RequestError
+from fastserve.llm import LLM
+from fastserve.sampling_params import SamplingParams
+from toy_runner import EOS, ToyRunner, ToyTokenizer, toy_answer
+
+__all__ = ["toy_engine"]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+TEXTS = ["one", "two words", "a somewhat longer prompt", "x"]
+TOKENIZER = ToyTokenizer()
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture
+def make_llm(toy_engine: ToyEngines) -> Iterator[MakeLLM]:
+    def make(runner: ToyRunner | None = None, **limits: object) -> LLM:
+        return LLM.from_engine(toy_engine(runner, tokenizer=ToyTokenizer(), **limits))
+
+    return make
+
+
+def answer_text(prompt: str, num_tokens: int = 10) -> str:
+    return TOKENIZER.decode(toy_answer(TOKENIZER.encode(prompt), num_tokens))
+
+
+def num_tokens_until(tokens: list[int], stop: str) -> int:
+    """How many of `tokens` it takes until their text has `stop`. (The end token has no text.)"""
+    return next(n for n in range(len(tokens)) if stop in TOKENIZER.decode(tokens[:n]))
+
+
+# Prompts and results
+
+
+def test_results_are_in_order_whatever_finishes_first(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_seqs=2)
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 1, 5, 2)]
+    outputs = llm.generate(TEXTS, params)
+    assert [output.prompt for output in outputs] == TEXTS
+    assert [output.outputs[0].text for output in outputs] == [
+        answer_text(text, n) for text, n in zip(TEXTS, (9, 1, 5, 2), strict=True)
+    ]
+    assert all(output.finished for output in outputs)
+    assert len({output.request_id for output in outputs}) == 4
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "two words",
+        TOKENIZER.encode("two words"),
+        {"prompt": "two words"},
+        {"prompt_token_ids": TOKENIZER.encode("two words")},
+        ["two words"],
+        [{"prompt": "two words", "cache_salt": "mine"}],
+        [TOKENIZER.encode("two words")],
+    ],
+    ids=str,
+)
+def test_every_shape_of_a_prompt(make_llm: MakeLLM, prompts: object) -> None:
+    (output,) = make_llm().generate(prompts, GREEDY)
+    assert output.prompt_token_ids == TOKENIZER.encode("two words")
+    assert output.outputs[0].text == answer_text("two words")
+
+
+def test_no_prompts_no_answers(make_llm: MakeLLM) -> None:
+    assert make_llm().generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (7, "prompts is a int; want text, token ids, a dict with"),
+        (b"x", "prompts is a bytes; want text"),
+        ([["a"]], "prompt has 'a' among its token ids; want integers"),
+        ([[1, 2.5]], r"prompt has 2\.5 among its token ids; want integers"),
+        ([None], "prompt is a NoneType; want text, token ids"),
+        ({}, "a prompt's dict has neither; want one of 'prompt' and 'prompt_token_ids'"),
+        (
+            {"prompt": "x", "prompt_token_ids": [1]},
+            "a prompt's dict has prompt and prompt_token_ids; want one",
+        ),
+        ({"promt": "x"}, "a prompt has no keyword 'promt'; did you mean 'prompt'?"),
+        ({"prompt": "x", "cache_salt": 5}, "cache_salt is 5; want text that is not empty"),
+    ],
+)
+def test_what_no_prompt_can_be(make_llm: MakeLLM, prompts: object, message: str) -> None:
+    llm = make_llm()
+    with pytest.raises(TypeError, match=message):
+        llm.generate(prompts)
+    assert llm.generate("x", GREEDY)[0].outputs[0].text == answer_text("x")
+
+
+def test_one_parameter_set_for_all_or_one_for_each(make_llm: MakeLLM) -> None:
+    with pytest.raises(ValueError, match="1 sampling_params for 2 prompts; want one for each"):
+        make_llm().generate(["a", "b"], [GREEDY])
+    with pytest.raises(ValueError, match="3 priority for 2 prompts; want one for each"):
+        make_llm().generate(["a", "b"], GREEDY, priority=[1, 2, 3])
+
+
+def test_more_prompts_than_the_queue_takes(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_queued_requests=3, max_num_seqs=2)
+    prompts = [f"prompt {number}" for number in range(20)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.outputs[0].text for output in outputs] == list(map(answer_text, prompts))
+
+
+def test_a_refused_prompt_ends_the_batch(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    with pytest.raises(RequestError, match="prompt is empty"):
+        llm.generate(["one", "", "two"], GREEDY)
+    assert_conserved(llm.engine)
+    assert llm.stats()["num_finished_abort"] == 1
+    assert llm.generate("one", GREEDY)[0].outputs[0].text == answer_text("one")
+
+
+def test_chat(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    messages = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(messages, GREEDY)
+    both = llm.chat([messages, [{"role": "user", "content": "bye"}]], GREEDY)
+    assert one.outputs[0].text == answer_text("user:hi;assistant:")
+    assert [output.outputs[0].text for output in both] == [
+        answer_text("user:hi;assistant:"),
+        answer_text("user:bye;assistant:"),
+    ]
+    (bare,) = llm.chat(messages, GREEDY, add_generation_prompt=False)
+    assert bare.outputs[0].text == answer_text("user:hi;")
+
+
+def test_chat_needs_a_tokenizer(toy_engine: ToyEngines) -> None:
+    llm = LLM.from_engine(toy_engine())
+    with pytest.raises(ModelError, match="the engine has no tokenizer"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+# Text
+
+
+def test_stop_strings_across_tokens(make_llm: MakeLLM) -> None:
+    llm = make_llm(ToyRunner(eos_token_ids=[]))
+    tokens = toy_answer(TOKENIZER.encode("stop here"), 40, stop_token_ids=())
+    whole = TOKENIZER.decode(tokens)
+    stop = whole[11:14]
+    end = whole.index(stop)
+    for included in (False, True):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=40,
+            stop=["never there", stop],
+            include_stop_str_in_output=included,
+            logprobs=0,
+        )
+        (output,) = llm.generate("stop here", params)
+        (answer,) = output.outputs
+        assert answer.text == whole[: end + 3 * included]
+        assert answer.token_ids == tokens[: num_tokens_until(tokens, stop)]
+        assert len(answer.logprobs) == len(answer.token_ids)
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    assert_conserved(llm.engine)
+    assert llm.stats()["num_finished_stop"] == 2
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_stop_strings_with_steps_in_flight(make_llm: MakeLLM, in_flight: int) -> None:
+    llm = make_llm(ToyRunner(eos_token_ids=[]), max_num_steps_in_flight=in_flight)
+    prompts = [f"prompt {number}" for number in range(10)]
+    answers = [toy_answer(TOKENIZER.encode(prompt), 30, ()) for prompt in prompts]
+    wholes = list(map(TOKENIZER.decode, answers))
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, stop=whole[number : number + 2])
+        for number, whole in enumerate(wholes)
+    ]
+    outputs = llm.generate(prompts, params)
+    for output, param, tokens, whole in zip(outputs, params, answers, wholes, strict=True):
+        (stop,) = param.stop_strings
+        assert output.outputs[0].text == whole[: whole.index(stop)]
+        assert output.outputs[0].token_ids == tokens[: num_tokens_until(tokens, stop)]
+
+
+def test_a_stop_token_has_no_text_unless_it_is_included(make_llm: MakeLLM) -> None:
+    llm = make_llm(ToyRunner(eos_token_ids=[]))
+    tokens = toy_answer(TOKENIZER.encode("go"), 10, stop_token_ids=())
+    stop = tokens[4]
+    kept = tokens[: tokens.index(stop) + 1]
+    for included in (False, True):
+        params = SamplingParams(
+            temperature=0, stop_token_ids=[stop], include_stop_str_in_output=included
+        )
+        (answer,) = llm.generate("go", params)[0].outputs
+        assert answer.token_ids == kept
+        assert answer.text == TOKENIZER.decode(kept if included else kept[:-1])
+        assert answer.stop_reason == stop
+
+
+def test_special_tokens_stay_out_of_the_text(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    params = {"temperature": 0, "max_tokens": 20, "logit_bias": {EOS: 100.0}}
+    (hidden,) = llm.generate("x", SamplingParams(**params))[0].outputs
+    assert (hidden.text, hidden.token_ids, hidden.stop_reason) == ("", [EOS], None)
+    shown = SamplingParams(**params, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert llm.generate("x", shown)[0].outputs[0].text == "<end>"
+
+
+def test_decoded_tokens_of_logprobs(make_llm: MakeLLM) -> None:
+    (output,) = make_llm().generate("x", SamplingParams(temperature=0, max_tokens=2, logprobs=3))
+    for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+        assert entry[token].decoded_token == TOKENIZER.decode([token])
+
+
+def test_streamed_text_is_the_text(make_llm: MakeLLM) -> None:
+    llm = make_llm(ToyRunner(eos_token_ids=[]))
+    params = SamplingParams(temperature=0, max_tokens=30, stop="never there")
+    outputs = list(llm.stream("stream", params))
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 31))
+    assert [output.finished for output in outputs] == [False] * 29 + [True]
+    assert texts[-1] == llm.generate("stream", params)[0].outputs[0].text
+
+
+def test_closing_a_stream_aborts_it(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    stream = llm.stream("stream", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    assert llm.generate("one", GREEDY)[0].outputs[0].text == answer_text("one")  # Meanwhile.
+    stream.close()
+    assert llm.stats()["num_finished_abort"] == 1
+    assert_conserved(llm.engine)
+
+
+def test_a_stream_that_ended_meanwhile(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    stream = llm.stream("stream", SamplingParams(temperature=0, max_tokens=3))
+    next(stream)
+    llm.generate("one", GREEDY)
+    (last,) = list(stream)
+    assert last.outputs[0].text == answer_text("stream", 3)
+
+
+# Ctrl-C
+
+
+def test_an_interrupt_ends_a_batch_within_a_step(make_llm: MakeLLM) -> None:
+    runner = ToyRunner()
+    llm = make_llm(runner)
+
+    def press(plan: object) -> None:
+        if runner.num_forwards == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    runner.on_forward = press
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXTS, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert runner.num_forwards == 3
+    assert llm.stats()["num_finished_abort"] == len(TEXTS)
+    assert llm.stats()["num_failed_steps"] == 0
+    assert_conserved(llm.engine)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate("one", GREEDY)[0].outputs[0].text == answer_text("one")
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step(make_llm: MakeLLM) -> None:
+    runner = ToyRunner()
+    llm = make_llm(runner)
+    reached: list[str] = []
+
+    def press(plan: object) -> None:
+        if runner.num_forwards == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("after the first")
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("after the second")
+
+    runner.on_forward = press
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXTS, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert reached == ["after the first"]
+    assert_conserved(llm.engine)
+    assert llm.generate("one", GREEDY)[0].outputs[0].text == answer_text("one")
+
+
+def test_an_error_of_the_caller_in_a_stream_aborts(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    stream = llm.stream("stream", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    with pytest.raises(ZeroDivisionError):
+        stream.throw(ZeroDivisionError())
+    assert_conserved(llm.engine)
+
+
+# Life cycle
+
+
+def test_shutdown_is_idempotent_and_final(make_llm: MakeLLM) -> None:
+    with make_llm() as llm:
+        llm.generate("one", GREEDY)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="the engine is shut down; make a new one"):
+        llm.generate("one")
+
+
+def test_several_live_in_one_process(make_llm: MakeLLM) -> None:
+    first, second = make_llm(), make_llm(block_size=16)
+    wanted = answer_text("one")
+    assert first.generate("one", GREEDY)[0].outputs[0].text == wanted
+    assert second.generate("one", GREEDY)[0].outputs[0].text == wanted
+    first.shutdown()
+    assert second.generate("one", GREEDY)[0].outputs[0].text == wanted
+
+
+def test_threads_take_turns(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    results: dict[str, str] = {}
+
+    def work(text: str) -> None:
+        results[text] = llm.generate(text, GREEDY)[0].outputs[0].text
+
+    threads = [threading.Thread(target=work, args=(text,)) for text in TEXTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {text: answer_text(text) for text in TEXTS}
+
+
+def test_a_dead_device_is_an_error_that_says_so(make_llm: MakeLLM) -> None:
+    runner = ToyRunner()
+    llm = make_llm(runner)
+
+    def die(plan: object) -> None:
+        raise KernelError("the device is lost")
+
+    runner.on_forward = die
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="the engine stopped: the device is lost"):
+            llm.generate(TEXTS, GREEDY)
+
+
+def test_progress_goes_to_stderr(make_llm: MakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = make_llm()
+    llm.generate(TEXTS, GREEDY)
+    assert capsys.readouterr() == ("", "")  # No terminal, no bar.
+    llm.generate(TEXTS, GREEDY, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Generating" in shown.err
+    assert "4/4" in shown.err
+
+
+# Options
+
+
+def test_options_are_the_configurations_fields() -> None:
+    assert EngineOptions.__annotations__.keys() == EngineConfig.__annotations__.keys()
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(TypeError) as refusal:
+        LLM("smollm2", max_num_sequences=4)
+    assert str(refusal.value) == (
+        "LLM has no keyword 'max_num_sequences'; did you mean 'max_num_seqs'?"
+    )
+    with pytest.raises(TypeError, match="LLM has no keyword 'gpu'; known: block_size, dtype"):
+        LLM("smollm2", gpu=True)
+
+
+def test_all_bad_options_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        LLM("smollm2", block_size=7, max_num_seqs=0, max_chunk_tokens=-1, dtype="int3", seed=-1)
+    assert str(refusal.value) == (
+        "EngineConfig: dtype='int3': want 'auto', 'float32', 'bfloat16'; "
+        "block_size=7: want 8, 16, 32; max_num_seqs=0: want 1 to 1048576; "
+        "max_chunk_tokens=-1: want 1 to 1073741824, or None for the default; "
+        "seed=-1: want 0 to 18446744073709551615"
+    )
+    with pytest.raises(ConfigError, match="max_wait_s='x': want 0 to 1e9 seconds, or None"):
+        EngineConfig(max_wait_s="x")
+
+
+def test_without_torch_one_line_says_what_to_install(repository: object) -> None:
+    """In a process of its own, where torch cannot be found."""
+    script = textwrap.dedent(
+        """
+        import importlib.util, sys
+
+        class NoTorch:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name.partition(".")[0] == "torch":
+                    raise ModuleNotFoundError(name)
+
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name: None if name == "torch" else find(name)
+        sys.meta_path.insert(0, NoTorch)
+        import fastserve, fastserve.core
+        for front in (fastserve.LLM, fastserve.AsyncEngine):
+            try:
+                front("smollm2")
+            except ImportError as error:
+                print(error)
+        assert "torch" not in sys.modules
+        """
+    )
+    environment = os.environ | {"PYTHONPATH": f"{repository}/python"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout.splitlines() == [
+        f"{name} needs torch, which is not installed; "
+        "install it with: pip install 'fastserve-engine[torch]'"
+        for name in ("LLM", "AsyncEngine")
+    ]
