@@ -176,7 +176,7 @@ impl CoreConfig {
             problems.want((1..=1 << 30).contains(&value), name, &value, "1 to 2^30");
         }
         problems.want(
-            u64::from(self.num_blocks) * u64::from(self.block_size) <= i32::MAX as u64,
+            i32::try_from(u64::from(self.num_blocks) * u64::from(self.block_size)).is_ok(),
             "num_blocks",
             &self.num_blocks,
             "num_blocks * block_size below 2^31, so that a slot fits the plan's int32",

@@ -17,6 +17,7 @@ impl Core {
         self.check_slots();
         self.check_rows();
         self.check_sequences();
+        self.check_transfers();
     }
 
     /// Every slot is free, running or leaving.

@@ -38,6 +38,7 @@ impl Core {
             self.purge();
             self.settle_leaving(self.oldest_in_flight());
         }
+        self.settle_transfers(self.oldest_in_flight());
         self.stats.num_steps += 1;
         self.record(&flight, now, false);
         self.idle_flights.push(flight);
@@ -69,6 +70,7 @@ impl Core {
                 !row.has(flags::LEAVING) && (planned || follows) && !kept
             })
             .collect();
+        self.fail_transfers(step);
         self.kv.step_failed(step);
         while let Some(flight) = self.flights.pop_front() {
             self.record(&flight, now, true);
@@ -81,6 +83,7 @@ impl Core {
         }
         self.purge();
         self.settle_leaving(None);
+        self.settle_transfers(None);
         self.publish();
         Ok(())
     }

@@ -43,6 +43,7 @@ use rustc_hash::FxBuildHasher;
 
 use crate::inbox::{Command, Inbox, Retired, Shared};
 use crate::outputs::{Entry, EventKind, Lifecycle, Stats, StepOutputs, StepRecord, TimelineEvent};
+use crate::transfer::OpenTransfer;
 
 /// A step between `plan` and `commit`.
 #[derive(Debug, Default)]
@@ -113,6 +114,12 @@ pub struct Core {
     /// The slot that last wrote or adopted each block, as a hint for the plan order.
     pub(crate) block_user: Vec<RowSlot>,
 
+    /// Copies to and from other tiers that were not completed.
+    pub(crate) transfers: Vec<OpenTransfer>,
+    /// Their block tables that are free, behind those of the row slots.
+    pub(crate) transfer_slots: Vec<RowSlot>,
+    pub(crate) next_ticket: Ticket,
+
     pub(crate) next_step: StepId,
     pub(crate) flights: VecDeque<Flight>,
     pub(crate) idle_flights: Vec<Flight>,
@@ -170,7 +177,7 @@ impl Core {
         let reserved_map = || HashMap::with_capacity_and_hasher(2 * live, FxBuildHasher);
         Ok(Self {
             layout: PlanLayout::new(&config),
-            kv: KvManager::new(&config),
+            kv: KvManager::new(&with_transfer_slots(&config)),
             policy,
             warnings,
             shared,
@@ -192,6 +199,12 @@ impl Core {
             is_released: vec![false; slots],
             claims: HashMap::with_capacity_and_hasher(2 * slots, FxBuildHasher),
             block_user: vec![RowSlot(u32::MAX); config.num_blocks as usize],
+            transfers: Vec::with_capacity(config.max_num_tickets as usize),
+            transfer_slots: (slots as u32..slots as u32 + config.max_num_tickets)
+                .rev()
+                .map(RowSlot)
+                .collect(),
+            next_ticket: Ticket(1),
             next_step: StepId(1),
             flights: VecDeque::with_capacity(flights),
             idle_flights: (0..flights).map(|_| Flight::sized(&config)).collect(),
@@ -245,7 +258,8 @@ impl Core {
     /// Block tables, `[max_num_seqs, max_blocks_per_seq]`, at an address that never changes. A CPU
     /// reads them in place between `plan` and the next `plan` or `commit`.
     pub fn block_tables(&self) -> &[i32] {
-        self.kv.block_tables()
+        let rows = self.config.max_num_seqs as usize;
+        &self.kv.block_tables()[..rows * self.config.max_blocks_per_seq() as usize]
     }
 
     /// Where the core stands.
@@ -288,6 +302,7 @@ impl Core {
         }
         self.purge();
         self.settle_leaving(self.oldest_in_flight());
+        self.close_transfers();
         self.publish();
     }
 
@@ -315,6 +330,7 @@ impl Core {
         !self.requests.is_empty()
             || !self.flights.is_empty()
             || !self.outputs.is_empty()
+            || self.has_unlisted_transfers()
             || !self.shared.state().commands.is_empty()
     }
 
@@ -322,15 +338,6 @@ impl Core {
     pub fn take_outputs(&mut self, into: &mut StepOutputs) {
         into.clear();
         std::mem::swap(&mut self.outputs, into);
-    }
-
-    /// A copy that outlived its step is done.
-    ///
-    /// No copy outlives its step yet (tiers and hand-over come later), so every ticket is unknown:
-    /// false says that nothing was waiting for it.
-    pub fn complete(&mut self, ticket: Ticket, ok: bool) -> bool {
-        let _ = (ticket, ok);
-        false
     }
 
     /// Counters and gauges.
@@ -422,4 +429,9 @@ impl Flight {
         self.outputs.clear();
         (self.num_tokens, self.num_decode_rows, self.num_preempted, self.num_rows) = (0, 0, 0, 0);
     }
+}
+
+/// The KV manager keeps a table for each row slot, and behind them one for each transfer.
+fn with_transfer_slots(config: &CoreConfig) -> CoreConfig {
+    CoreConfig { max_num_seqs: config.max_num_seqs + config.max_num_tickets, ..config.clone() }
 }

@@ -12,8 +12,8 @@ impl Core {
     /// Plan the next step and write it into `arena`, at least `layout().words` long.
     ///
     /// Takes over the inbox first, so aborts and submissions take effect here. `now` is in
-    /// nanoseconds on any monotonic clock of the caller's. With `num_rows == 0` in the answer there
-    /// is no step to run or commit; outputs may still wait.
+    /// nanoseconds on any monotonic clock of the caller's. Unless the answer [is a
+    /// step](PlanSizes::is_step) there is nothing to run or commit; outputs may still wait.
     ///
     /// # Errors
     ///
@@ -54,15 +54,16 @@ impl Core {
         let mut flight = self.idle_flights.pop().expect("a flight is idle");
         flight.clear();
         self.emit_rows(&mut pass, &mut flight);
+        self.list_transfers(&mut pass);
         let sizes = PlanSizes {
             step: pass.step,
+            num_copies: pass.writer.num_tier_copies() + self.scratch.copies.len() as u32,
             num_rows: pass.writer.num_rows(),
             num_tokens: pass.writer.num_tokens(),
             num_outputs: pass.writer.num_outputs(),
         };
         self.scratch.matched = 0;
-        if sizes.num_rows == 0 {
-            assert!(self.scratch.copies.is_empty(), "a copy without a row");
+        if !sizes.is_step() {
             pass.writer.finish(pass.step);
             self.idle_flights.push(flight);
             return PlanSizes::default();

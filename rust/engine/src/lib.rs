@@ -31,10 +31,12 @@ mod intake;
 mod outputs;
 mod schedule;
 mod timeline;
+mod transfer;
 
 pub use crate::core::Core;
 pub use crate::inbox::Inbox;
 pub use crate::outputs::{
     EventKind, Lifecycle, PlanSizes, Results, Stats, StepOutputs, StepRecord, TimelineEvent,
 };
+pub use crate::transfer::{Transfer, TransferError};
 pub use fastserve_sched::{Candidate, Fcfs, PlanLayout, PlanView, Policy, Priority};

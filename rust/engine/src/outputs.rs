@@ -2,7 +2,8 @@
 
 use fastserve_base::{FinishReason, SeqId, StepId, Token};
 
-/// Sizes of a plan. `num_rows == 0`: there is nothing to run and no step was created.
+/// Sizes of a plan. All 0: there is nothing to run and no step was created. A step without rows has
+/// copies to another tier only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PlanSizes {
     /// The step to commit, if any row was planned.
@@ -13,6 +14,15 @@ pub struct PlanSizes {
     pub num_tokens: u32,
     /// Output rows: results to give to `commit`.
     pub num_outputs: u32,
+    /// Copies, of all three kinds.
+    pub num_copies: u32,
+}
+
+impl PlanSizes {
+    /// Whether there is a step to run and commit.
+    pub fn is_step(&self) -> bool {
+        self.num_rows > 0 || self.num_copies > 0
+    }
 }
 
 /// What a runner computed for a step: one entry per output row of its plan.
@@ -179,6 +189,9 @@ stats! {
     num_leader_waits: "Times a sequence waited a step for another to compute its prefix.",
     num_forks: "Sequences that took their prompt's blocks from a sibling.",
     num_copied_blocks: "Blocks copied on write.",
+    num_offloaded_blocks: "Blocks copied to another tier.",
+    num_fetched_blocks: "Blocks copied from another tier.",
+    num_failed_transfers: "Copies to or from another tier that failed.",
     num_evicted_blocks: "Cached blocks evicted.",
     num_finished_stop: "Sequences that ended with `stop`.",
     num_finished_length: "Sequences that ended with `length`.",

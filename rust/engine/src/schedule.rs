@@ -6,7 +6,7 @@
 //! tokens in this step stands before. So the first always makes progress.
 
 use fastserve_base::fault::{Fault, planted};
-use fastserve_base::{Nanos, RowSlot, StepId};
+use fastserve_base::{BlockId, Nanos, RowSlot, StepId};
 use fastserve_kv::SeqKey;
 use fastserve_sched::rows::flags;
 use fastserve_sched::{PlanWriter, Row, Sequence, Status, StepBudget};
@@ -302,10 +302,13 @@ impl Core {
         pass.writer.table_edits_left().saturating_sub(reserve + self.scratch.matched)
     }
 
-    /// The row of this step that computes the block with `hash`, if it is another.
+    /// The row of this step that computes the block with `hash`, if it is another, or the table that
+    /// it is being fetched into.
     pub(crate) fn leader(&self, pass: &Pass<'_>, hash: u64, slot: RowSlot) -> Option<RowSlot> {
         let leader = *self.claims.get(&hash)?;
-        let row = &self.rows[leader.index()];
+        let Some(row) = self.rows.get(leader.index()) else {
+            return Some(leader); // It is being fetched.
+        };
         let advances = row.scheduled_in == pass.mark() && !row.has(flags::LEAVING);
         (leader != slot && advances).then_some(leader)
     }
@@ -386,20 +389,18 @@ impl Core {
                 (source.0, destination.0)
             };
             self.scratch.copies.push(copy);
-            self.pin_forks(pass.step, slot);
+            self.pin_source(pass.step, source, index);
         }
     }
 
-    /// The copy names its source in this step, so those that still hold it stay until it commits.
-    fn pin_forks(&mut self, step: StepId, slot: RowSlot) {
-        let request = self.sequences[self.rows[slot.index()].sequence].request;
-        let mut next = self.requests[request].first_sequence;
-        while let Some(sequence) = next {
-            let state = &self.sequences[sequence];
-            if let Status::Running(sibling) = state.status {
-                self.rows[sibling.index()].last_step = step;
+    /// The copy names its source in this step: the rows that still hold it, those that are leaving
+    /// too, give it back when this step has committed and not before.
+    fn pin_source(&mut self, step: StepId, source: BlockId, index: usize) {
+        let Self { kv, rows, service, leaving, .. } = self;
+        for slot in service.slots().chain(leaving.iter().copied()) {
+            if kv.table(slot).get(index) == Some(&(source.0 as i32)) {
+                rows[slot.index()].last_step = step;
             }
-            next = state.next_sibling;
         }
     }
 

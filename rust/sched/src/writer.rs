@@ -3,9 +3,12 @@
 //! The arena is split into its sections once a step; after that a word costs a bounds check and a
 //! store. Counts go into the header when the plan is finished.
 
-use fastserve_base::{OutputKind, SeqId, StepId, Token};
+use fastserve_base::{OutputKind, SeqId, StepId, Ticket, Token};
 
-use crate::plan::{Header, PLAN_VERSION, PlanLayout, SLOT_EVENT_WORDS, TABLE_EDIT_WORDS};
+use crate::plan::{
+    COPY_WORDS, Header, PLAN_VERSION, PlanLayout, SLOT_EVENT_WORDS, TABLE_EDIT_WORDS,
+    TIER_COPY_WORDS,
+};
 
 /// A section that fills from its start.
 #[derive(Debug)]
@@ -136,6 +139,21 @@ impl PlanWriter<'_> {
         self.copies.extend(&[source as i32, destination as i32]);
     }
 
+    /// A copy of a block to a place in another tier. False: the section is full.
+    pub fn copy_out(&mut self, block: i32, place: u32, ticket: Ticket) -> bool {
+        push_tier_copy(&mut self.copies_out, block, place, ticket)
+    }
+
+    /// A copy of a block from a place in another tier. False: the section is full.
+    pub fn copy_in(&mut self, block: i32, place: u32, ticket: Ticket) -> bool {
+        push_tier_copy(&mut self.copies_in, block, place, ticket)
+    }
+
+    /// Copies to and from another tier so far.
+    pub fn num_tier_copies(&self) -> u32 {
+        ((self.copies_out.used + self.copies_in.used) / TIER_COPY_WORDS) as u32
+    }
+
     /// A slot has no sequence any more.
     pub fn released(&mut self, slot: u32) {
         let mut event = [0; SLOT_EVENT_WORDS];
@@ -211,11 +229,20 @@ impl PlanWriter<'_> {
             (Header::NumTableEdits, (self.table_edits.used / TABLE_EDIT_WORDS) as i32),
             (Header::NumSlotEvents, (self.slot_events.used / SLOT_EVENT_WORDS) as i32),
             (Header::NumEventWords, self.event_words.used as i32),
-            (Header::NumCopiesOut, (self.copies_out.used / 4) as i32),
-            (Header::NumCopiesIn, (self.copies_in.used / 4) as i32),
-            (Header::NumCopies, (self.copies.used / 2) as i32),
+            (Header::NumCopiesOut, (self.copies_out.used / TIER_COPY_WORDS) as i32),
+            (Header::NumCopiesIn, (self.copies_in.used / TIER_COPY_WORDS) as i32),
+            (Header::NumCopies, (self.copies.used / COPY_WORDS) as i32),
         ] {
             self.header[field as usize] = value;
         }
     }
+}
+
+fn push_tier_copy(section: &mut Fill<'_>, block: i32, place: u32, ticket: Ticket) -> bool {
+    if section.left() < TIER_COPY_WORDS {
+        return false;
+    }
+    let (low, high) = (ticket.0 as u32 as i32, (ticket.0 >> 32) as u32 as i32);
+    section.extend(&[block, place as i32, low, high]);
+    true
 }

@@ -127,8 +127,7 @@ proptest! {
             a.iter().zip(b).take_while(|(x, y)| x == y).count() as u32
         };
         let mut order = PlanOrder::with_capacity(4);
-        for slot in 0..tables.len() {
-            let sibling = siblings[slot];
+        for (slot, &sibling) in siblings.iter().enumerate().take(tables.len()) {
             let sibling = (sibling < slot).then_some(RowSlot(sibling as u32));
             order.insert(RowSlot(slot as u32), sibling, lcp);
             if let Some(sibling) = sibling {

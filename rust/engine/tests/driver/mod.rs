@@ -89,7 +89,7 @@ impl Driver {
         self.now += 1_000_000;
         self.sizes = self.core.plan(self.now, &mut self.arena).expect("a step can be planned");
         self.core.check();
-        if self.sizes.num_rows > 0 {
+        if self.sizes.is_step() {
             self.run();
         }
         self.sizes
@@ -161,7 +161,7 @@ impl Driver {
 
     /// One step at a time; false: there was nothing to run.
     pub fn step(&mut self) -> bool {
-        let ran = self.plan().num_rows > 0;
+        let ran = self.plan().is_step();
         if ran {
             self.commit();
         } else {

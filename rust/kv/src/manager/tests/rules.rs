@@ -66,11 +66,19 @@ fn a_slot_keeps_its_namespace() {
 }
 
 #[test]
-fn only_own_full_blocks_of_steps_in_flight_are_shared() {
+fn only_own_full_blocks_are_shared() {
     manager().share(A, KEY, &[1; 6], 3, StepId(2));
     assert_panics("has not 4 blocks", || manager().share(A, KEY, &[1; 8], 4, StepId(2)));
     assert_panics("the tokens of every block", || manager().share(A, KEY, &[1; 5], 3, StepId(2)));
-    assert_panics("has committed", || manager().share(A, KEY, &[1; 6], 3, StepId(1)));
+}
+
+#[test]
+fn a_block_shared_for_a_committed_step_is_certain_at_once() {
+    let mut kv = manager();
+    kv.share(A, KEY, &[1; 6], 3, StepId(1));
+    assert_eq!(kv.pending_step(A), None);
+    kv.step_failed(StepId(2));
+    assert_eq!(kv.num_shared(A), 3);
 }
 
 #[test]
