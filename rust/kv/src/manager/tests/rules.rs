@@ -75,9 +75,10 @@ fn only_own_full_blocks_are_shared() {
 #[test]
 fn a_block_shared_for_a_committed_step_is_certain_at_once() {
     let mut kv = manager();
+    kv.step_committed(StepId(2));
     kv.share(A, KEY, &[1; 6], 3, StepId(1));
     assert_eq!(kv.pending_step(A), None);
-    kv.step_failed(StepId(2));
+    kv.step_failed(StepId(3));
     assert_eq!(kv.num_shared(A), 3);
 }
 
