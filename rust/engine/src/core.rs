@@ -147,6 +147,8 @@ pub(crate) struct Scratch {
     pub(crate) held_back: Vec<RowSlot>,
     /// Slots that join the running rows after the pass, and whom to stand beside.
     pub(crate) joining: Vec<(RowSlot, Option<RowSlot>)>,
+    /// Slots of sequences preempted in the pass over the running rows.
+    pub(crate) freed: Vec<RowSlot>,
     /// Blocks matched in this step: table edits beyond those of its tokens.
     pub(crate) matched: usize,
 }
@@ -222,6 +224,7 @@ impl Core {
                 copies: Vec::with_capacity(slots),
                 held_back: Vec::with_capacity(slots),
                 joining: Vec::with_capacity(slots),
+                freed: Vec::with_capacity(slots),
                 matched: 0,
             },
             last_now: 0,

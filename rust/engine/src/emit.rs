@@ -41,6 +41,7 @@ impl Core {
         self.schedule_running(&mut pass);
         if pass.num_preempted > 0 {
             self.purge();
+            self.free_slots.append(&mut self.scratch.freed);
         }
         self.admit(&mut pass);
         self.extend_long(&mut pass);

@@ -254,7 +254,11 @@ impl Core {
         self.stats.num_preemptions += 1;
         self.note(seq, EventKind::Preempted { by: by.0, computed: row.num_computed });
         self.leave(slot);
+        // Blocks are needed at once; the slot is listed in the order that the pass goes through, and is
+        // free when that is over.
+        let listed = self.free_slots.len();
         self.settle_leaving(Some(self.oldest_in_flight().unwrap_or(pass.step)));
+        self.scratch.freed.extend(self.free_slots.drain(listed..));
     }
 
     /// Match again at a block boundary, and wait if the next block is being computed by another row
