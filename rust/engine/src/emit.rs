@@ -177,15 +177,11 @@ impl Core {
     ) {
         let block_size = self.config.block_size;
         let row: Row = self.rows[slot.index()];
-        let scores = row.has(flags::SCORE);
-        let tokens = &self.sequences[row.sequence].tokens;
-        let table = self.kv.table(slot);
-        for position in start..start + take {
-            let block = table[(position / block_size) as usize];
-            let place = block * block_size as i32 + (position % block_size) as i32;
-            pass.writer.token(tokens[position as usize] as i32, position, place);
-            if scores && position + 1 < start + take {
-                pass.writer.output(0, slot.0, OutputKind::Score);
+        let tokens = &self.sequences[row.sequence].tokens[start as usize..(start + take) as usize];
+        pass.writer.tokens(tokens, start, self.kv.table(slot), block_size);
+        if row.has(flags::SCORE) {
+            for back in (1..take).rev() {
+                pass.writer.output(back, slot.0, OutputKind::Score);
                 flight.outputs.push(FlightOutput { slot, samples: false });
             }
         }

@@ -30,6 +30,14 @@ impl Fill<'_> {
         self.used += words.len();
     }
 
+    /// The next `words` words, to be filled by the caller.
+    #[inline]
+    fn take(&mut self, words: usize) -> &mut [i32] {
+        let begin = self.used;
+        self.used += words;
+        &mut self.words[begin..self.used]
+    }
+
     fn left(&self) -> usize {
         self.words.len() - self.used
     }
@@ -118,6 +126,32 @@ impl PlanWriter<'_> {
         self.token_ids.push(word);
         self.positions.push(position as i32);
         self.slot_mapping.push(place);
+    }
+
+    /// Known tokens of the row begun last, from position `start` on, whose blocks `table` lists.
+    pub fn tokens(&mut self, tokens: &[Token], start: u32, table: &[i32], block_size: u32) {
+        let (token_ids, positions, slots) =
+            (&mut self.token_ids, &mut self.positions, &mut self.slot_mapping);
+        for (word, &token) in token_ids.take(tokens.len()).iter_mut().zip(tokens) {
+            *word = token as i32;
+        }
+        for (word, position) in positions.take(tokens.len()).iter_mut().zip(start as i32..) {
+            *word = position;
+        }
+        let mut rest = slots.take(tokens.len());
+        let mut position = start;
+        while !rest.is_empty() {
+            let offset = position % block_size;
+            let block = table[(position / block_size) as usize];
+            let run = ((block_size - offset) as usize).min(rest.len());
+            let (words, tail) = rest.split_at_mut(run);
+            let first = block * block_size as i32 + offset as i32;
+            for (word, place) in words.iter_mut().zip(first..) {
+                *word = place;
+            }
+            position += run as u32;
+            rest = tail;
+        }
     }
 
     /// An output of the token written last, or of one `back` places before it.
