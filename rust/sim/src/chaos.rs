@@ -40,6 +40,8 @@ pub struct Rates {
     pub again: u32,
     /// A commit comes later than it could.
     pub commit_late: u32,
+    /// A copy to or from another tier is asked for.
+    pub transfer: u32,
     /// The core is drained.
     pub drain: u32,
     /// The core is closed.
@@ -179,7 +181,41 @@ impl Chaos {
         if self.rng.chance(rates.misuse) {
             self.misuse()?;
         }
+        self.transfers(trace)
+    }
+
+    /// Copies to and from another tier begin and end.
+    fn transfers(&mut self, trace: &mut Trace) -> Check {
+        if self.rng.chance(self.rates.transfer) && !self.sim.ledger.seqs.is_empty() {
+            self.begin_transfer(trace)?;
+        }
+        let open = self.sim.tier.open.len();
+        if open > 0 && self.rng.chance(20) {
+            let at = self.rng.below(open as u64) as usize;
+            let ok = !self.rng.chance(25);
+            self.sim.complete(trace, at, ok)?;
+        }
         Ok(())
+    }
+
+    fn begin_transfer(&mut self, trace: &mut Trace) -> Check {
+        let newest = self.sim.ledger.seqs.len() as u64;
+        let seq = (newest - 1 - self.rng.below(newest.min(40))) as usize;
+        let state = &self.sim.ledger.seqs[seq];
+        let request = &self.sim.ledger.record_of(seq).request;
+        if !request.spans.is_empty() {
+            return Ok(()); // Prefixes are named by their tokens alone.
+        }
+        let len = self.rng.range(1..state.num_known as u32 + 1) as usize;
+        let (namespace, tokens) = (request.namespace, state.stream.tokens[..len].to_vec());
+        let block_size = self.sim.device.block_size;
+        if let Some(places) = self.sim.tier.places_of(namespace, &tokens, block_size) {
+            return self.sim.fetch(trace, (namespace, &tokens), &places);
+        }
+        let blocks = (len / block_size) as u32;
+        let first = self.rng.range(0..blocks / 2 + 1) as usize;
+        let num_places = self.rng.range(0..blocks + 1) as usize;
+        self.sim.offload(trace, (namespace, &tokens), first, num_places)
     }
 
     /// The id of a request, live or ended or neither.

@@ -66,6 +66,8 @@ pub struct Device {
     holders: Vec<Vec<(u32, u32)>>,
     /// The last step that names each block.
     pub block_touched: Vec<u64>,
+    /// Blocks that a copy to or from another tier is at work on.
+    pub busy: Vec<bool>,
     /// The last step that has left: committed or failed.
     pub done: u64,
     /// Vocabulary.
@@ -87,6 +89,7 @@ impl Device {
             tables: vec![UNKNOWN; config.max_num_seqs as usize * max_blocks],
             holders: vec![Vec::new(); num_blocks],
             block_touched: vec![0; num_blocks],
+            busy: vec![false; num_blocks],
             done: 0,
             vocab_size: config.vocab_size,
         }
@@ -170,18 +173,81 @@ impl Device {
         &self.holders[block]
     }
 
-    /// Copy a block onto another.
-    pub fn copy(&mut self, source: usize, destination: usize, step: u64) -> Check {
+    /// Copy a block onto another, for the sake of its first `num_used` slots.
+    pub fn copy(
+        &mut self,
+        source: usize,
+        destination: usize,
+        num_used: usize,
+        step: u64,
+    ) -> Check {
         for offset in 0..self.block_size {
             let (from, to) =
                 (source * self.block_size + offset, destination * self.block_size + offset);
             self.untouched(to, step, "a copy")?;
-            self.kv[from].touched = step;
-            self.kv[to] = Kv { step, touched: step, writer: COPIED, ..self.kv[from] };
+            if offset < num_used {
+                self.kv[from].touched = step;
+            }
+            let touched = if offset < num_used { step } else { self.done };
+            self.kv[to] = Kv { step, touched, writer: COPIED, ..self.kv[from] };
         }
         self.block_touched[source] = step;
         self.block_touched[destination] = step;
         Ok(())
+    }
+
+    /// A block begins to be copied out: it holds block `index` of what `expected` is a part of.
+    pub fn copy_out(
+        &mut self,
+        block: usize,
+        index: usize,
+        expected: &[Prefix],
+        epoch: u32,
+        step: u64,
+    ) -> Check {
+        let first = block * self.block_size;
+        for (offset, &prefix) in expected.iter().enumerate() {
+            let kv = &mut self.kv[first + offset];
+            let position = (index * self.block_size + offset) as u32;
+            kv.touched = step;
+            ensure!(
+                kv.prefix == prefix && kv.position == position && kv.epoch >= epoch,
+                "copies",
+                "block {block} is copied out and its slot {offset} does not hold position {position}"
+            );
+        }
+        self.block_touched[block] = step;
+        Ok(())
+    }
+
+    /// A block begins to be copied in: until that is completed it holds nothing.
+    pub fn copy_in(&mut self, block: usize, step: u64) -> Check {
+        ensure!(
+            self.holders[block].is_empty(),
+            "copies",
+            "block {block} is copied in and stands in the table of {:?}",
+            self.holders[block]
+        );
+        for place in block * self.block_size..(block + 1) * self.block_size {
+            self.untouched(place, step, "a copy from another tier")?;
+            let kv = &mut self.kv[place];
+            (kv.position, kv.step, kv.touched, kv.writer) = (FAILED, step, step, COPIED);
+        }
+        self.block_touched[block] = step;
+        Ok(())
+    }
+
+    /// What a block holds.
+    pub fn block_content(&self, block: usize) -> &[Kv] {
+        &self.kv[block * self.block_size..][..self.block_size]
+    }
+
+    /// The data of a block that is copied in.
+    pub fn arrive(&mut self, block: usize, content: &[Kv]) {
+        let slots = &mut self.kv[block * self.block_size..][..self.block_size];
+        for (slot, from) in slots.iter_mut().zip(content) {
+            *slot = Kv { step: slot.step, touched: slot.touched, ..*from };
+        }
     }
 
     fn untouched(&self, place: usize, step: u64, who: &str) -> Check {
@@ -206,6 +272,12 @@ impl Device {
         (writer, step, epoch): (usize, u64, u32),
     ) -> Check<(Prefix, u32)> {
         self.untouched(place, step, "a row")?;
+        ensure!(
+            !self.busy[place / self.block_size],
+            "copies",
+            "step {step} writes block {}, which is being copied",
+            place / self.block_size
+        );
         let kv = &self.kv[place];
         ensure!(
             kv.step != step || kv.writer == COPIED,

@@ -21,7 +21,7 @@ pub fn scenario(seed: u64, steps_in_flight: u32) -> Scenario {
     } else {
         PolicyChoice::Config
     };
-    let num_requests = if rng.chance(20) { rng.range(60..120) } else { rng.range(5..50) };
+    let num_requests = if rng.chance(20) { rng.range(150..300) } else { rng.range(10..150) };
     Scenario { seed, config, policy, rates: rates(&mut rng), num_requests }
 }
 
@@ -50,11 +50,12 @@ fn config(rng: &mut Rng) -> CoreConfig {
         max_wait: rng.pick(&[None, Some(200), Some(2_000), Some(20_000)]),
         watermark_blocks: if rng.chance(30) { rng.range(0..3).min(num_blocks - 1) } else { 0 },
         vocab_size: rng.pick(&[2, 3, 5, 16, 300]),
-        max_num_queued_requests: rng.pick(&[2, 8, 64, 256]),
-        max_num_queued_tokens: rng.pick(&[30, 300, 100_000]),
+        max_num_queued_requests: rng.pick(&[3, 16, 64, 256]),
+        max_num_queued_tokens: rng.pick(&[100, 1_000, 100_000, 100_000]),
         max_num_sequences_per_request: 8,
         max_sampling_words: 8,
         max_num_step_failures: rng.range(0..4),
+        max_num_tickets: rng.pick(&[0, 1, 3, 8]),
         hash_seed: rng.bits(),
         num_step_records: 64,
         num_timeline_events: 1 << 15,
@@ -69,7 +70,7 @@ fn rates(rng: &mut Rng) -> Rates {
     };
     Rates {
         arrive: rate(0, 60) + 5,
-        burst: rate(60, 20) + 1,
+        burst: rate(20, 20) + 1,
         abort: rate(40, 12),
         cut: rate(60, 8),
         fail: rate(60, 6),
@@ -80,6 +81,7 @@ fn rates(rng: &mut Rng) -> Rates {
         bad_request: rate(50, 15),
         again: rate(30, 50),
         commit_late: rate(30, 80),
+        transfer: rate(50, 20),
         drain: rate(85, 1),
         close: rate(92, 1),
     }

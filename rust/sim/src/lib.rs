@@ -30,6 +30,7 @@ pub mod report;
 pub mod rng;
 pub mod sim;
 pub mod trace;
+pub mod transfers;
 pub mod violation;
 
 pub use chaos::{Rates, Scenario};

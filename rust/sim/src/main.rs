@@ -127,7 +127,7 @@ impl std::fmt::Display for Total {
             "{num_runs} seeds passed; {num_requests} requests, {num_seqs} sequences \
              ({stop} stop, {length} length, {abort} abort, {error} error)\n  \
              {} steps, {} failed; {} tokens, {} recomputed, {} of {} looked up were cached\n  \
-             {} preemptions, {} rollbacks, {} forks, {} blocks copied",
+             {} preemptions, {} rollbacks, {} forks, {} blocks copied, {} offloaded, {} fetched",
             sum.num_steps,
             sum.num_failed_steps,
             sum.num_scheduled_tokens,
@@ -138,6 +138,8 @@ impl std::fmt::Display for Total {
             sum.num_rollbacks,
             sum.num_forks,
             sum.num_copied_blocks,
+            sum.transfers.num_offloaded_blocks,
+            sum.transfers.num_fetched_blocks,
         )
     }
 }

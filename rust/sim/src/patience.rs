@@ -9,6 +9,7 @@
 //! steps until it ends <= (k + 1) * (sum over those sequences and its own of most tokens) + rework
 //! ```
 //!
+//! not counting steps during which a copy to or from another tier holds blocks or is waited for,
 //! with `k` steps in flight, and `max_model_len` of rework for each step that failed meanwhile. Where
 //! nothing ages and the order is not that of arrival there is no bound, as the configuration says.
 
@@ -77,13 +78,16 @@ impl Patience {
         }
     }
 
-    /// A step was committed; `step` is the last one planned.
+    /// A step was committed; `step` is the last one planned. `excused`: it does not count.
     ///
     /// # Errors
     ///
     /// A request that is overdue.
-    pub fn step(&mut self, ledger: &Ledger, step: u64) -> Check {
+    pub fn step(&mut self, ledger: &Ledger, step: u64, excused: bool) -> Check {
         self.due.retain(|number, _| ledger.requests[*number].num_live > 0);
+        for due in self.due.values_mut() {
+            due.steps += u64::from(excused);
+        }
         for (&number, due) in &self.due {
             ensure!(
                 step - due.since <= due.steps,

@@ -7,11 +7,12 @@
 use std::collections::VecDeque;
 
 use fastserve_base::{
-    CoreConfig, FinishReason, Nanos, OutputKind, Request, RequestError, RequestId, SeqId,
-    StepId,
+    CoreConfig, FinishReason, Namespace, Nanos, OutputKind, Request, RequestError, RequestId, SeqId,
+    StepId, Token,
 };
 use fastserve_engine::{
     Candidate, Core, EventKind, Inbox, Lifecycle, PlanSizes, Policy, Results, Stats, StepOutputs,
+    TimelineEvent, Transfer, TransferError,
 };
 use fastserve_sched::PlanView;
 
@@ -25,6 +26,7 @@ use crate::ledger::{Ledger, Place, Seq};
 use crate::patience::Patience;
 use crate::rng::mix;
 use crate::trace::{Blocks, Event, Trace};
+use crate::transfers::{self, Direction, Tier};
 use crate::violation::{Check, ensure};
 
 /// Which policy orders the queue.
@@ -81,6 +83,8 @@ pub struct Sim {
     pub device: Device,
     /// What is counted.
     pub counters: Counters,
+    /// Another tier to copy blocks to and from.
+    pub tier: Tier,
     /// Steps in flight, oldest first.
     pub flights: VecDeque<Flight>,
     /// The time.
@@ -111,6 +115,7 @@ impl Sim {
             ledger: Ledger::default(),
             device: Device::new(&config),
             counters: Counters::default(),
+            tier: Tier::default(),
             flights: VecDeque::new(),
             now: 0,
             policy,
@@ -257,25 +262,27 @@ impl Sim {
         };
         self.endings(trace, None)?;
         check_effect(&self.ledger)?;
+        self.age();
         let victims = self.victims();
         for &victim in &victims {
             self.ledger.seqs[victim].num_preemptions += 1;
             self.counters.num_preemptions += 1;
             self.put_back(victim);
-            trace.push(
-                self.last_step + 1,
-                Event::Preempt { seq: self.ledger.seqs[victim].id },
-            );
+            let (seq, by) = (self.ledger.seqs[victim].id, self.preempted_by(victim));
+            trace.push(self.last_step + 1, Event::Preempt { seq, by });
         }
         let stayed: Vec<usize> = before
             .into_iter()
             .filter(|&seq| matches!(self.ledger.seqs[seq].place, Place::Running(_)))
             .collect();
         check_victims(&mut self.ledger, &stayed, &victims)?;
-        if sizes.num_rows == 0 {
+        if !sizes.is_step() {
             ensure!(sizes == PlanSizes::default(), "plan", "an empty plan with {sizes:?}");
             if self.core.state() != Lifecycle::Paused {
-                check_idle(&self.ledger, &self.device, self.flights.len())?;
+                ensure!(!self.tier.has_unlisted(), "copies", "an empty plan lists no copy");
+                if self.tier.open.is_empty() {
+                    check_idle(&self.ledger, &self.device, self.flights.len())?;
+                }
             }
             self.settle(trace)?;
             return Ok(false);
@@ -299,7 +306,16 @@ impl Sim {
         self.news(is_preemption, |seq| seq.num_preemptions)
     }
 
-    /// What the plan takes over from the inbox, and who ages by it.
+    fn preempted_by(&self, seq: usize) -> u32 {
+        let id = self.ledger.seqs[seq].id;
+        let by = |event: &TimelineEvent| match event.kind {
+            EventKind::Preempted { by, .. } if event.seq == id => Some(by),
+            _ => None,
+        };
+        self.core.timeline(id.request).iter().rev().find_map(by).unwrap_or(u32::MAX)
+    }
+
+    /// What the plan takes over from the inbox.
     fn take_over(&mut self) {
         let is_fresh = |&number: &usize| self.ledger.requests[number].queued.is_none();
         let mut fresh: Vec<usize> = self.ledger.live.values().copied().filter(is_fresh).collect();
@@ -308,6 +324,10 @@ impl Sim {
             self.ledger.requests[number].queued = Some((self.num_queued, self.now));
             self.num_queued += 1;
         }
+    }
+
+    /// Who goes ahead of all that came later, from this plan on.
+    fn age(&mut self) {
         if self.core.state() == Lifecycle::Paused {
             return;
         }
@@ -326,6 +346,7 @@ impl Sim {
     }
 
     fn check_plan(&mut self, trace: &mut Trace, sizes: PlanSizes, stayed: Vec<usize>) -> Check {
+        self.device.busy.fill(false);
         let mut check = PlanCheck {
             config: &self.config,
             view: PlanView::new(self.core.layout(), &self.arena),
@@ -334,6 +355,7 @@ impl Sim {
             epoch: self.epoch,
             ledger: &mut self.ledger,
             device: &mut self.device,
+            tier: &mut self.tier,
             counters: &mut self.counters,
             trace,
             stayed,
@@ -378,7 +400,7 @@ impl Sim {
             step: self.last_step,
         };
         check.commit(&flight.outputs, &failed, &found)?;
-        self.patience.step(&self.ledger, self.last_step)?;
+        self.patience.step(&self.ledger, self.last_step, !self.tier.open.is_empty())?;
         self.settle(trace)
     }
 
@@ -403,6 +425,7 @@ impl Sim {
             planned.extend(flight.seqs);
         }
         self.device.done = self.last_step;
+        self.tier.failed(oldest);
         let is_rollback = |kind: &EventKind| matches!(kind, EventKind::RolledBack { .. });
         let rolled_back = self.news(is_rollback, |seq| seq.num_rollbacks);
         for &seq in &rolled_back {
@@ -438,10 +461,97 @@ impl Sim {
         let has_news = |&seq: &usize| {
             let state = &self.ledger.seqs[seq];
             let timeline = self.core.timeline(state.id.request);
-            let events = timeline.iter().filter(|event| event.seq == state.id);
+            // The id may have belonged to a request that has ended.
+            let queued = |event: &TimelineEvent| matches!(event.kind, EventKind::Queued { .. });
+            let first = timeline.iter().rposition(queued).unwrap_or(0);
+            let events = timeline[first..].iter().filter(|event| event.seq == state.id);
             events.filter(|event| wanted(&event.kind)).count() as u32 > counted(state)
         };
         self.running().into_iter().filter(has_news).collect()
+    }
+
+    /// Ask for the blocks of a prefix, from `first_block` on, to be copied to another tier.
+    ///
+    /// # Errors
+    ///
+    /// A violation. A refusal is none.
+    pub fn offload(
+        &mut self,
+        trace: &mut Trace,
+        (namespace, tokens): (Namespace, &[Token]),
+        first_block: usize,
+        blocks: usize,
+    ) -> Check {
+        let places = self.tier.fresh_places(blocks);
+        let before = self.core.stats();
+        let answer = self.core.offload(namespace, tokens, first_block, &places);
+        self.begun(trace, answer, Direction::Out, (namespace, tokens), &places, before)
+    }
+
+    /// Ask for the blocks of a prefix to be copied from the other tier, which has them at `places`.
+    ///
+    /// # Errors
+    ///
+    /// A violation. A refusal is none.
+    pub fn fetch(
+        &mut self,
+        trace: &mut Trace,
+        (namespace, tokens): (Namespace, &[Token]),
+        places: &[u32],
+    ) -> Check {
+        let before = self.core.stats();
+        let answer = self.core.fetch(namespace, tokens, places);
+        let first = answer.as_ref().map_or(0, |transfer| transfer.first_block as usize);
+        let wanted = places.get(first..).unwrap_or_default();
+        self.begun(trace, answer, Direction::In, (namespace, tokens), wanted, before)
+    }
+
+    fn begun(
+        &mut self,
+        trace: &mut Trace,
+        answer: Result<Transfer, TransferError>,
+        direction: Direction,
+        (namespace, tokens): (Namespace, &[Token]),
+        places: &[u32],
+        before: Stats,
+    ) -> Check {
+        let Ok(transfer) = answer else {
+            let after = self.core.stats();
+            ensure!(before == after, "errors", "a refused copy changed {before:?} to {after:?}");
+            return self.settle(trace);
+        };
+        let (ticket, blocks) = (transfer.ticket.0, transfer.num_blocks);
+        ensure!(
+            blocks > 0 && self.core.is_open(transfer.ticket),
+            "copies",
+            "{transfer:?} copies nothing, or is not open"
+        );
+        let prefixes = transfers::prefixes(namespace, tokens);
+        self.tier.begin(transfer, direction, prefixes, places, self.epoch);
+        trace.push(self.last_step, Event::Transfer { ticket, direction, blocks });
+        self.settle(trace)
+    }
+
+    /// Complete a copy, by its place among the open ones.
+    ///
+    /// # Errors
+    ///
+    /// A violation.
+    pub fn complete(&mut self, trace: &mut Trace, at: usize, ok: bool) -> Check {
+        let open = &self.tier.open[at];
+        let (ticket, due) = (open.ticket, open.is_listed() && self.core.is_open(open.ticket));
+        let answer = self.core.complete(ticket, ok);
+        ensure!(
+            answer == due,
+            "copies",
+            "complete of ticket {} answers {answer}, want {due}",
+            ticket.0
+        );
+        if answer {
+            trace.push(self.last_step, Event::Complete { ticket: ticket.0, ok });
+            self.tier.complete(at, ok, &mut self.device, self.epoch)?;
+        }
+        self.settle(trace)
     }
 
     /// Forget every cached prefix.
@@ -452,6 +562,7 @@ impl Sim {
     pub fn reset(&mut self, trace: &mut Trace) -> Check {
         self.core.reset_prefix_cache();
         self.epoch += 1;
+        self.tier.reset();
         trace.push(self.last_step, Event::Call { what: "reset_prefix_cache" });
         self.settle(trace)
     }
@@ -507,6 +618,9 @@ impl Sim {
     /// After every call: the core's own checks, conservation, counters, block events.
     fn settle(&mut self, trace: &mut Trace) -> Check {
         self.core.check();
+        self.tier.given_up(|ticket| self.core.is_open(ticket));
+        self.tier.settle(self.device.done);
+        self.counters.transfers = self.tier.counts;
         let stats = self.core.stats();
         let Stats { free, held, cached, capacity, .. } = stats;
         trace.settle(Blocks { free, held, cached });
@@ -521,7 +635,10 @@ impl Sim {
 
     /// Whether all that was accepted has ended and nothing is in flight.
     pub fn is_done(&self) -> bool {
-        self.ledger.live.is_empty() && self.flights.is_empty() && !self.core.has_work()
+        self.ledger.live.is_empty()
+            && self.flights.is_empty()
+            && self.tier.open.is_empty()
+            && !self.core.has_work()
     }
 
     /// The end of a run: everything has ended, and nothing is left behind.

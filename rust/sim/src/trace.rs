@@ -13,6 +13,8 @@ use std::fmt;
 
 use fastserve_base::{FinishReason, SeqId};
 
+use crate::transfers::Direction;
+
 /// Free, held and cached blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Blocks {
@@ -92,6 +94,8 @@ pub enum Event {
     Preempt {
         /// The sequence.
         seq: SeqId,
+        /// Row slot of the sequence that wanted its blocks.
+        by: u32,
     },
     /// A step is whole.
     Commit {
@@ -113,6 +117,22 @@ pub enum Event {
         reason: FinishReason,
         /// Output tokens.
         outputs: u32,
+    },
+    /// A copy to or from another tier was accepted.
+    Transfer {
+        /// Its ticket.
+        ticket: u64,
+        /// Which way.
+        direction: Direction,
+        /// Blocks.
+        blocks: u32,
+    },
+    /// It was completed.
+    Complete {
+        /// Its ticket.
+        ticket: u64,
+        /// Whether the data is whole.
+        ok: bool,
     },
     /// An abort was asked for.
     Abort {
@@ -155,11 +175,18 @@ impl fmt::Display for Event {
             }
             Self::Fork { seq, slot } => write!(f, "fork     {} slot={slot}", name(seq)),
             Self::Copy { source, destination } => write!(f, "copy     b{source} to b{destination}"),
-            Self::Preempt { seq } => write!(f, "preempt  {}", name(seq)),
+            Self::Preempt { seq, by } => write!(f, "preempt  {} by slot {by}", name(seq)),
             Self::Commit { step } => write!(f, "commit   step {step}"),
             Self::Fail { step, steps } => write!(f, "fail     step {step} and {} more", steps - 1),
             Self::Finish { seq, reason, outputs } => {
                 write!(f, "finish   {} {} outputs={outputs}", name(seq), reason.name())
+            }
+            Self::Transfer { ticket, direction, blocks } => {
+                let what = if direction == Direction::Out { "offload" } else { "fetch" };
+                write!(f, "{what:<8} t{ticket} blocks={blocks}")
+            }
+            Self::Complete { ticket, ok } => {
+                write!(f, "complete t{ticket} {}", if ok { "ok" } else { "failed" })
             }
             Self::Abort { request } => write!(f, "abort    r{request}"),
             Self::Cut { seq, kept } => write!(f, "cut      {} kept={kept}", name(seq)),

@@ -4,6 +4,7 @@ use fastserve_base::FinishReason;
 use fastserve_engine::Stats;
 
 use crate::ledger::{Ledger, Place};
+use crate::transfers::TransferCounts;
 use crate::violation::{Check, ensure};
 
 /// What the simulator counts itself.
@@ -35,6 +36,8 @@ pub struct Counters {
     pub num_forks: u64,
     /// Copies in plans.
     pub num_copied_blocks: u64,
+    /// Copies to and from another tier.
+    pub transfers: TransferCounts,
     /// Endings by reason.
     pub num_finished: [u64; 5],
 }
@@ -59,6 +62,9 @@ impl Counters {
         self.prefix_cache_hits += other.prefix_cache_hits;
         self.num_forks += other.num_forks;
         self.num_copied_blocks += other.num_copied_blocks;
+        self.transfers.num_offloaded_blocks += other.transfers.num_offloaded_blocks;
+        self.transfers.num_fetched_blocks += other.transfers.num_fetched_blocks;
+        self.transfers.num_failed_transfers += other.transfers.num_failed_transfers;
         for (sum, other) in self.num_finished.iter_mut().zip(other.num_finished) {
             *sum += other;
         }
@@ -90,6 +96,17 @@ impl Counters {
             ("prefix_cache_hits", stats.prefix_cache_hits, self.prefix_cache_hits),
             ("num_forks", stats.num_forks, self.num_forks),
             ("num_copied_blocks", stats.num_copied_blocks, self.num_copied_blocks),
+            (
+                "num_offloaded_blocks",
+                stats.num_offloaded_blocks,
+                self.transfers.num_offloaded_blocks,
+            ),
+            ("num_fetched_blocks", stats.num_fetched_blocks, self.transfers.num_fetched_blocks),
+            (
+                "num_failed_transfers",
+                stats.num_failed_transfers,
+                self.transfers.num_failed_transfers,
+            ),
             ("num_finished_stop", stats.num_finished_stop, self.num_finished[1]),
             ("num_finished_length", stats.num_finished_length, self.num_finished[2]),
             ("num_finished_abort", stats.num_finished_abort, self.num_finished[3]),

@@ -9,7 +9,8 @@ impl PlanCheck<'_> {
     /// Every running sequence with one token to go has its row, in every step.
     ///
     /// It may be passed over for want of a block alone: while it stands at a block's beginning, or in
-    /// a block that forks share, and blocks will come back when a step in flight commits.
+    /// a block that forks share, and blocks will come back when a step in flight commits or a copy to
+    /// or from another tier is completed.
     pub(crate) fn decode_first(&self) -> Check {
         for &seq in &self.stayed {
             let state = &self.ledger.seqs[seq];
@@ -46,19 +47,25 @@ impl PlanCheck<'_> {
                 .device
                 .block(slot, computed / block_size)
                 .is_ok_and(|block| self.device.holders(block).len() > 1);
-        (at_start || shares_tail) && someone_leaves(self.ledger, self.device)
+        let comes_back = someone_leaves(self.ledger, self.device) || !self.tier.open.is_empty();
+        (at_start || shares_tail) && comes_back
     }
 
-    /// Whether a row of this step computes the block that `seq` would compute next.
+    /// Whether a row of this step computes the block that `seq` would compute next, or a copy brings
+    /// it.
     pub(crate) fn may_follow(&self, seq: usize) -> bool {
         let state = &self.ledger.seqs[seq];
         let block_size = self.device.block_size;
+        let limit = state.num_known - 1;
+        if self.tier.is_coming(&state.stream.prefixes, limit, block_size) {
+            return true;
+        }
         self.config.enable_prefix_caching
             && self.rows.iter().any(|row| {
                 let theirs = &self.ledger.seqs[row.seq].stream;
                 let block_end = (row.start / block_size + 1) * block_size;
                 row.seq != seq
-                    && block_end <= state.num_known - 1
+                    && block_end <= limit
                     && theirs.prefixes[row.start] == state.stream.prefixes[row.start]
             })
     }
@@ -119,9 +126,11 @@ pub fn check_victims(ledger: &mut Ledger, stayed: &[usize], victims: &[usize]) -
             ensure!(
                 ledger.order(other) < ledger.order(victim),
                 "victim",
-                "{} is preempted, {} behind it is not",
+                "{} {:?} is preempted, {} {:?} behind it is not",
                 ledger.name(victim),
-                ledger.name(other)
+                ledger.order(victim),
+                ledger.name(other),
+                ledger.order(other)
             );
         }
         ensure!(

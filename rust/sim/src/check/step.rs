@@ -14,6 +14,7 @@ use crate::check::Counters;
 use crate::device::Device;
 use crate::ledger::{Ledger, Place};
 use crate::trace::{Event, Trace};
+use crate::transfers::{Direction, Tier};
 use crate::violation::{Check, ensure};
 
 /// A step planned and not committed.
@@ -73,6 +74,8 @@ pub struct PlanCheck<'a> {
     pub ledger: &'a mut Ledger,
     /// The shadow.
     pub device: &'a mut Device,
+    /// The other tier.
+    pub tier: &'a mut Tier,
     /// What is counted.
     pub counters: &'a mut Counters,
     /// What happened.
@@ -102,6 +105,7 @@ impl PlanCheck<'_> {
         self.header(last_step)?;
         self.slot_events()?;
         let replaced = self.table_edits()?;
+        self.tier_copies()?;
         self.copies(&replaced)?;
         self.read_rows()?;
         self.budgets()?;
@@ -131,6 +135,12 @@ impl PlanCheck<'_> {
                 == (count(Header::NumRows), count(Header::NumTokens), count(Header::NumOutputs)),
             "plan",
             "sizes {sizes:?} are not the header's"
+        );
+        let fields = [Header::NumCopiesOut, Header::NumCopiesIn, Header::NumCopies];
+        ensure!(
+            sizes.num_copies == fields.into_iter().map(count).sum::<u32>(),
+            "plan",
+            "sizes {sizes:?} are not the header's copies"
         );
         Ok(())
     }
@@ -233,6 +243,17 @@ impl PlanCheck<'_> {
         Ok(replaced)
     }
 
+    fn tier_copies(&mut self) -> Check {
+        let step = self.step();
+        let (out, inward) = (self.view.copies_out(), self.view.copies_in());
+        self.tier.list(out, Direction::Out, self.device, step)?;
+        self.tier.list(inward, Direction::In, self.device, step)?;
+        for block in self.tier.busy_blocks() {
+            self.device.busy[block] = true;
+        }
+        Ok(())
+    }
+
     fn copies(&mut self, replaced: &[(u32, u32, u32)]) -> Check {
         let step = self.step();
         let copies: Vec<(u32, u32)> = self
@@ -261,9 +282,11 @@ impl PlanCheck<'_> {
                 "copies",
                 "block {destination} is copied onto and stands in several tables"
             );
+            let mut num_used = 0;
             if let Some(seq) = owner.and_then(|&(slot, ..)| self.device.rows[slot as usize].owner) {
                 let state = &mut self.ledger.seqs[seq];
                 state.num_copies += 1;
+                num_used = state.computed.unwrap_or(0) % self.device.block_size;
                 ensure!(
                     state.num_copies == 1 && self.ledger.record_of(seq).request.num_sequences > 1,
                     "copies",
@@ -271,7 +294,7 @@ impl PlanCheck<'_> {
                     self.ledger.name(seq)
                 );
             }
-            self.device.copy(source as usize, destination as usize, step)?;
+            self.device.copy(source as usize, destination as usize, num_used, step)?;
             self.counters.num_copied_blocks += 1;
             self.trace.push(step, Event::Copy { source, destination });
         }
