@@ -96,6 +96,7 @@ class Core:
         max_num_sequences_per_request: int = 128,
         max_sampling_words: int = 4096,
         max_num_step_failures: int = 3,
+        max_num_tickets: int = 8,
         hash_seed: int = 11400714819323198485,
         num_step_records: int = 4096,
         num_timeline_events: int = 65536,

@@ -36,6 +36,7 @@ macro_rules! with_plain_fields {
             max_num_sequences_per_request: u32,
             max_sampling_words: u32,
             max_num_step_failures: u32,
+            max_num_tickets: u32,
             hash_seed: u64,
             num_step_records: u32,
             num_timeline_events: u32,

@@ -93,8 +93,8 @@ impl Core {
             max_wait_s=30.0, watermark_blocks=0, vocab_size=2147483647, \
             max_num_queued_requests=4096, max_num_queued_tokens=67108864, \
             max_num_sequences_per_request=128, max_sampling_words=4096, max_num_step_failures=3, \
-            hash_seed=11400714819323198485, num_step_records=4096, num_timeline_events=65536, \
-            enable_block_events=False, groups=None)"
+            max_num_tickets=8, hash_seed=11400714819323198485, num_step_records=4096, \
+            num_timeline_events=65536, enable_block_events=False, groups=None)"
     )]
     fn new(py: Python<'_>, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let Settings { config, policy } = match keywords {
