@@ -33,7 +33,10 @@ READER_GONE = 141
 def main() -> NoReturn:
     """Run the command line and exit."""
     try:
-        from fastserve.cli.commands import run  # Late: an early Ctrl-C is no traceback either.
+        try:
+            from fastserve.cli.commands import run  # Late: an early Ctrl-C is no traceback either.
+        except ImportError as error:  # Another project's `fastserve`, or an install with a hole.
+            sys.exit(f"error: {error}")
 
         code = run()
         sys.stdout.flush()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +20,7 @@ from fastserve.cli.flags import takes
 from fastserve.cli.generate import NOT_ENGINE_HERE, NOT_SAMPLING_HERE
 from fastserve.cli.options import LogLevelOption, ModelArgument, set_log_level
 from fastserve.cli.session import loaded, prompt_of, stream, summary, tokenizer_of
+from fastserve.cli.typewriter import Typewriter
 from fastserve.config import EngineConfig
 from fastserve.errors import FastserveError, ModelError
 from fastserve.sampling_params import SamplingParams
@@ -40,7 +43,7 @@ Ctrl-C stops an answer; at the prompt it leaves."""
     "sampling",
     SamplingParams,
     panel="Sampling",
-    defaults={"max_tokens": None, "temperature": 0.7},
+    defaults={"max_tokens": None, "temperature": 0.5, "top_p": 0.9},
     leave_out=NOT_SAMPLING_HERE,
 )
 def chat(
@@ -106,16 +109,17 @@ class Conversation:
     def _answer(self, said: str) -> None:
         turns = [*self._turns, {"role": "user", "content": said}]
         pieces: list[str] = []
+        typewriter = Typewriter()
 
         def write(text: str) -> None:
             pieces.append(text)
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            typewriter.write(text)
 
         started = time.perf_counter()
         try:
             prompt = prompt_of(self._engine, turns, raw=False)
-            output = self._runner.run(stream(self._engine, prompt, self._params, write))
+            with _no_echo():
+                output = self._runner.run(stream(self._engine, prompt, self._params, write))
         except KeyboardInterrupt:
             note = "stopped"
         except (FastserveError, CommandFailed) as error:
@@ -123,7 +127,7 @@ class Conversation:
             return
         else:
             note = summary([output], time.perf_counter() - started)
-        write("\n")
+        typewriter.write("\n")
         print_note(note)
         self._turns = [*turns, {"role": "assistant", "content": "".join(pieces).strip()}]
 
@@ -134,6 +138,25 @@ def _enable_line_editing() -> None:
         import readline  # noqa: F401  (importing it is what turns it on)
     except ImportError:
         return
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """Keep what is typed during an answer out of it. It is there at the next prompt."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    place = sys.stdin.fileno()
+    before = termios.tcgetattr(place)
+    quiet = before.copy()
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(place, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(place, termios.TCSADRAIN, before)
 
 
 def _read_line() -> str | None:

@@ -41,8 +41,8 @@ def print_error(message: str) -> None:
 
 
 def print_note(message: str) -> None:
-    """A dim line beside the answer."""
-    stderr.print(Text(message, style="dim"), soft_wrap=True)
+    """A dim line beside the answer; a terminal breaks it between words, a file not at all."""
+    stderr.print(Text(message, style="dim"), soft_wrap=not stderr.is_terminal)
 
 
 @contextmanager

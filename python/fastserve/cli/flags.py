@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
-from fastserve.cli.console import CommandError
+from fastserve.cli.console import CommandError, one_line_errors
 
 __all__ = ["takes"]
 
@@ -54,7 +54,8 @@ def takes(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_flags(**values: Any) -> None:
-            taken = {name: read(name, values.pop(name)) for name, read in readers.items()}
+            with one_line_errors():
+                taken = {name: read(name, values.pop(name)) for name, read in readers.items()}
             command(**values, **{into: taken})
 
         signature = inspect.signature(command, eval_str=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from fastserve.cli.console import CommandError, one_line_errors, print_note
 from fastserve.cli.flags import takes
 from fastserve.cli.options import LogLevelOption, ModelArgument, set_log_level
 from fastserve.cli.session import Prompt, loaded, prompt_of, stream, summary
+from fastserve.cli.typewriter import Typewriter
 from fastserve.config import EngineConfig
 from fastserve.sampling_params import SamplingParams
 
@@ -75,9 +77,9 @@ def generate(
             jobs = [prompt_of(running, messages, raw=raw) for messages in conversations]
             started = time.perf_counter()
             try:
-                outputs = runner.run(_answer(running, jobs, params))
+                outputs = runner.run(_answer(running, jobs, params, Typewriter().write))
             except KeyboardInterrupt:
-                _write("\n")
+                Typewriter().write("\n")
                 raise
             print_note(summary(outputs, time.perf_counter() - started))
 
@@ -90,25 +92,23 @@ def _texts(prompt: str | None, prompts: list[str]) -> list[str]:
 
 
 async def _answer(
-    engine: AsyncEngine, jobs: list[Prompt], params: SamplingParams
+    engine: AsyncEngine,
+    jobs: list[Prompt],
+    params: SamplingParams,
+    write: Callable[[str], None],
 ) -> list[RequestOutput]:
     if len(jobs) == 1:
-        output = await stream(engine, jobs[0], params, _write)
-        _write("\n")
+        output = await stream(engine, jobs[0], params, write)
+        write("\n")
         return [output]
     tasks = [asyncio.create_task(stream(engine, job, params, lambda _: None)) for job in jobs]
     try:
         for number, task in enumerate(tasks, start=1):
             output = await task
             print_note(f"[{number} of {len(tasks)}]")
-            _write(output.outputs[0].text + "\n")
+            write(output.outputs[0].text + "\n")
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from fastserve.cli.console import CommandFailed, stderr
 
@@ -26,11 +32,12 @@ def loaded(model: str, options: dict[str, Any]) -> Iterator[AsyncEngine]:
     """The engine over `model`, shut down at the end of the block. Shows a bar while it loads."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
+        BarColumn(),
+        TaskProgressColumn(text_format_no_percentage=""),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=stderr, transient=True) as bar:
+    hidden = not stderr.is_terminal
+    with Progress(*columns, console=stderr, transient=True, disable=hidden) as bar:
         task = bar.add_task(f"loading {_short(model)}", total=None)
         from fastserve.async_engine import AsyncEngine  # Late, and while something moves: torch.
 
@@ -71,12 +78,12 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     if speed is not None:
         parts.append(f"{speed:.1f} tokens/s")
     if first is not None:
-        parts.append(f"first token after {first:.2f} s")
+        parts.append(f"first token {first:.2f} s")
     num_cached = sum(output.num_cached_tokens for output in outputs)
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    parts.append(f"{num_cached} of {num_prompt} prompt tokens cached")
+    parts.append(f"cached {num_cached} of {num_prompt} prompt tokens")
     if any(choice.finish_reason == "length" for output in outputs for choice in output.outputs):
-        parts.append("cut at its length limit")
+        parts.append("cut at the length limit")
     return ", ".join(parts)
 
 

@@ -1,0 +1,232 @@
+"""The command line in this process: flags, help, errors, answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fastserve import LLM, SamplingParams, __version__
+from fastserve.cli import app
+from fastserve.cli.commands import run
+from fastserve.config import EngineConfig
+from model_factory import make, write_tokenizer
+
+ENGINE = ["--dtype", "float32", "--num-blocks", "64", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command line that is refused says: one line."""
+    assert run(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_version() -> None:
+    assert invoke("--version") == (0, f"fastserve {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("chat",), ("serve",), ("doctor",)])
+def test_help_fits_80_columns(command: tuple[str, ...]) -> None:
+    code, page, _ = invoke(*command, "--help")
+    assert code == 0
+    assert page.startswith(f"Usage: {' '.join(('fastserve', *command))}")
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert capsys.readouterr().out == invoke("--help")[1]
+
+
+def flags_in(page: str) -> set[str]:
+    return {
+        name.replace("[no-]", "").replace("-", "_")
+        for name in re.findall(r"^  --(\S+)", page, re.MULTILINE)
+    }
+
+
+def test_every_engine_option_is_a_flag_of_the_same_name() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert fields - flags_in(invoke("serve", "--help")[1]) == {"skip_tokenizer_init"}
+    assert fields - flags_in(invoke("generate", "--help")[1]) == {"skip_tokenizer_init"}
+
+
+def test_sampling_parameters_that_the_terminal_can_show_are_flags() -> None:
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    hidden = {"n", "logprobs", "prompt_logprobs", "spaces_between_special_tokens"}
+    assert fields - flags_in(invoke("generate", "--help")[1]) == hidden
+    assert fields - flags_in(invoke("chat", "--help")[1]) == hidden
+
+
+def test_help_shows_defaults() -> None:
+    page = " ".join(invoke("serve", "--help")[1].split())
+    assert "Sequences that run at once. (default: 128)" in page
+    assert "--[no-]enable-prefix-caching" in page
+    assert "(default: on)" in page
+    assert "--port N Port; 0 takes any free one. (default: 8000)" in page
+
+
+def test_help_imports_neither_torch_nor_a_server() -> None:
+    code = (
+        "import sys, fastserve.cli.commands as c; c.run(['serve', '--help']);"
+        "sys.exit(' '.join({'torch', 'fastapi', 'uvicorn', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "error: No such command 'nonsense'; see fastserve --help"),
+        (["generate"], "error: Missing argument 'MODEL'; see fastserve generate --help"),
+        (
+            ["generate", "m", "hi", "--temprature", "1"],
+            "error: No such option: --temprature (Possible options: --temperature); "
+            "see fastserve generate --help",
+        ),
+        (
+            ["generate", "m"],
+            "error: no prompt; give PROMPT, --prompt TEXT, or - to read it from stdin",
+        ),
+        (
+            ["generate", "m", "hi", "--raw", "--system", "x"],
+            "error: --system needs the chat template; leave out --raw",
+        ),
+        (
+            ["generate", "m", "hi", "--logit-bias", "x=1"],
+            "error: --logit-bias x=1: want ID=NUMBER, for example 50256=-100",
+        ),
+        (
+            ["generate", "m", "hi", "--max-tokens", "0", "--top-p", "7"],
+            "error: top_p=7.0: want a share in (0, 1]; "
+            "max_tokens=0: want at least 1, or None for up to the model's length",
+        ),
+        (
+            ["generate", "/no/such/model", "hi"],
+            "error: model '/no/such/model': no such file or folder; want a folder with config.json "
+            "and safetensors, a .gguf file, a hub id (owner/name) or 'smollm2'",
+        ),
+        (
+            ["generate", "smollm2", "hi", "--block-size", "7"],
+            "error: EngineConfig: block_size=7: want 8, 16, 32",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert error_of(capsys, *arguments) == message
+
+
+def test_generate_prints_the_answer_and_a_summary(folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(folder, progress=False, dtype="float32", num_blocks=64) as llm:
+        chat = llm.chat([{"role": "user", "content": "hi"}], params)[0].outputs[0].text
+        bare = llm.generate("hi", params)[0].outputs[0].text
+    code, answer, summary = invoke("generate", str(folder), "hi", "--max-tokens", "12", *ENGINE)
+    assert (code, answer) == (0, chat + "\n")
+    assert re.search(r"^12 tokens in [\d.]+ s, [\d.]+ tokens/s, first token [\d.]+ s, ", summary)
+    assert "cached 0 of " in summary
+    assert invoke("generate", str(folder), "hi", "--raw", "--max-tokens", "12", *ENGINE)[1] == (
+        bare + "\n"
+    )
+
+
+def test_prompts_come_from_stdin_and_in_numbers(folder: Path) -> None:
+    limits = ["--max-tokens", "4", "--raw", *ENGINE]
+    one = invoke("generate", str(folder), "the quick", *limits)[1]
+    assert invoke("generate", str(folder), "-", *limits, stdin="the quick")[1] == one
+    two = invoke("generate", str(folder), "-p", "the quick", "-p", "the quick", *limits)
+    assert two[1] == one * 2
+    assert "8 tokens in" in two[2]
+
+
+def test_an_empty_prompt_is_refused(folder: Path) -> None:
+    code, answer, error = invoke("generate", str(folder), "", "--raw", *ENGINE)
+    assert (code, answer) == (2, "")
+    assert error == "error: prompt is empty; a request needs at least one token\n"
+
+
+def test_chat_takes_lines_from_a_pipe_and_shows_what_was_cached(folder: Path) -> None:
+    lines = "hello there\n\n/nonsense\nhello again\n/reset\n/help\n/exit\nnever read\n"
+    code, answers, notes = invoke(
+        "chat", str(folder), "--max-tokens", "6", "--temperature", "0", *ENGINE, stdin=lines
+    )
+    assert code == 0
+    assert answers.count("\n") >= 2
+    summaries = [line for line in notes.splitlines() if "tokens/s" in line]
+    assert len(summaries) == 2
+    cached = [int(re.search(r"cached (\d+) of", line)[1]) for line in summaries]
+    assert cached[0] == 0
+    assert cached[1] >= 16
+    assert "error: no command /nonsense; /help lists them" in notes
+    assert "the conversation starts anew" in notes
+
+
+def test_chat_survives_a_conversation_that_is_too_long(folder: Path) -> None:
+    lines = "x " * 600 + "\nhi\n"
+    code, answers, notes = invoke("chat", str(folder), "--max-tokens", "3", *ENGINE, stdin=lines)
+    assert code == 0
+    assert re.search(r"^error: prompt has \d+ tokens; .*/reset starts", notes, re.MULTILINE)
+    assert "3 tokens in" in notes
+    assert answers
+
+
+def test_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    write_tokenizer(tmp_path, chat_template=None)
+    code, _, error = invoke("chat", str(tmp_path), *ENGINE, stdin="hi\n")
+    assert code == 2
+    assert error == (f"error: {tmp_path} has no chat template; use `fastserve generate`\n")
+    assert invoke("generate", str(tmp_path), "hi", "--max-tokens", "2", *ENGINE)[0] == 0
+
+
+def test_doctor_says_what_there_is() -> None:
+    code, page, _ = invoke("doctor")
+    assert code in (0, 1)
+    for title in ("versions", "processor", "memory", "number formats", "models"):
+        assert f"\n{title}\n" in f"\n{page}"
+    report = json.loads(invoke("doctor", "--json")[1])
+    assert report["versions"]["fastserve"].startswith(__version__)
+    assert report["processor"]["kernels"]
+    assert (code == 0) == (report["problems"] == [])
+
+
+def test_doctor_names_a_package_that_shadows_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fastserve").mkdir()
+    (tmp_path / "fastserve" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, page, _ = invoke("doctor")
+    assert code == 1
+    assert "can be imported instead of" in " ".join(page.split())
