@@ -5,9 +5,9 @@ use fastserve_engine::{Lifecycle, Results};
 
 use crate::generate::Workload;
 use crate::ledger::Place;
+use crate::policy::PolicyChoice;
 use crate::rng::Rng;
-use crate::sim::{PolicyChoice, Sim};
-use crate::trace::Trace;
+use crate::sim::Sim;
 use crate::violation::{Check, ensure};
 
 /// Calls after which a run that has not ended counts as stuck.
@@ -93,27 +93,32 @@ impl Chaos {
     /// # Errors
     ///
     /// The first violation.
-    pub fn run(&mut self, trace: &mut Trace) -> Check {
+    pub fn run(&mut self) -> Check {
         for _ in 0..MAX_TICKS {
             if self.to_come == 0 && self.sim.is_done() {
                 return self.sim.check_end();
             }
             self.sim.now += self.rng.below(40);
-            self.arrivals(trace)?;
-            self.bad_luck(trace)?;
-            self.work(trace)?;
+            self.arrivals()?;
+            self.bad_luck()?;
+            self.work()?;
         }
-        ensure!(false, "stuck", "{} requests live after {MAX_TICKS} calls", self.sim.ledger.live.len());
+        ensure!(
+            false,
+            "stuck",
+            "{} requests live after {MAX_TICKS} calls",
+            self.sim.ledger.live.len()
+        );
         Ok(())
     }
 
-    fn arrivals(&mut self, trace: &mut Trace) -> Check {
+    fn arrivals(&mut self) -> Check {
         if self.to_come == 0 || !self.rng.chance(self.rates.arrive) {
             return Ok(());
         }
         for _ in 0..self.rng.range(1..self.rates.burst + 1).min(self.to_come) {
             self.to_come -= 1;
-            self.arrive(trace)?;
+            self.arrive()?;
         }
         if self.sim.core.state() == Lifecycle::Closed {
             self.to_come = 0;
@@ -121,7 +126,7 @@ impl Chaos {
         Ok(())
     }
 
-    fn arrive(&mut self, trace: &mut Trace) -> Check {
+    fn arrive(&mut self) -> Check {
         let id = match self.rng.below(20) {
             0 => self.rng.below(self.next_id + 1), // Often in use.
             1 => self.rng.bits(),
@@ -137,14 +142,14 @@ impl Chaos {
         if self.rng.chance(self.rates.bad_request) {
             request = self.workload.bad_request(request, &self.sim.config);
         }
-        self.sim.submit(trace, request).map(|_| ())
+        self.sim.submit(request).map(|_| ())
     }
 
-    fn bad_luck(&mut self, trace: &mut Trace) -> Check {
+    fn bad_luck(&mut self) -> Check {
         let rates = self.rates;
         if self.rng.chance(rates.abort) {
             let id = self.some_request();
-            self.sim.abort(trace, id)?;
+            self.sim.abort(id)?;
         }
         if self.rng.chance(rates.cut) && !self.sim.ledger.seqs.is_empty() {
             let newest = self.sim.ledger.seqs.len() as u64;
@@ -153,52 +158,52 @@ impl Chaos {
             let (id, known) = (state.id, state.num_outputs() as u32);
             let kept = self.rng.range(0..known + 1);
             if state.place != Place::Unborn {
-                self.sim.cut(trace, id, kept)?;
+                self.sim.cut(id, kept)?;
             }
         }
         if self.rng.chance(rates.reset) {
-            self.sim.reset(trace)?;
+            self.sim.reset()?;
         }
         match self.sim.core.state() {
             Lifecycle::Running if self.rng.chance(rates.pause) => {
-                self.sim.lifecycle(trace, Lifecycle::Paused)?;
+                self.sim.lifecycle(Lifecycle::Paused)?;
             }
             Lifecycle::Paused if self.rng.chance(30) => {
-                self.sim.lifecycle(trace, Lifecycle::Running)?;
+                self.sim.lifecycle(Lifecycle::Running)?;
             }
             Lifecycle::Running if self.rng.chance(rates.drain) && self.rng.chance(20) => {
-                self.sim.lifecycle(trace, Lifecycle::Draining)?;
+                self.sim.lifecycle(Lifecycle::Draining)?;
             }
             Lifecycle::Draining if self.rng.chance(5) => {
-                self.sim.lifecycle(trace, Lifecycle::Running)?;
+                self.sim.lifecycle(Lifecycle::Running)?;
             }
             Lifecycle::Closed => {}
             _ if self.rng.chance(rates.close) && self.rng.chance(10) => {
-                self.sim.lifecycle(trace, Lifecycle::Closed)?;
+                self.sim.lifecycle(Lifecycle::Closed)?;
             }
             _ => {}
         }
         if self.rng.chance(rates.misuse) {
             self.misuse()?;
         }
-        self.transfers(trace)
+        self.transfers()
     }
 
     /// Copies to and from another tier begin and end.
-    fn transfers(&mut self, trace: &mut Trace) -> Check {
+    fn transfers(&mut self) -> Check {
         if self.rng.chance(self.rates.transfer) && !self.sim.ledger.seqs.is_empty() {
-            self.begin_transfer(trace)?;
+            self.begin_transfer()?;
         }
         let open = self.sim.tier.open.len();
         if open > 0 && self.rng.chance(20) {
             let at = self.rng.below(open as u64) as usize;
             let ok = !self.rng.chance(25);
-            self.sim.complete(trace, at, ok)?;
+            self.sim.complete(at, ok)?;
         }
         Ok(())
     }
 
-    fn begin_transfer(&mut self, trace: &mut Trace) -> Check {
+    fn begin_transfer(&mut self) -> Check {
         let newest = self.sim.ledger.seqs.len() as u64;
         let seq = (newest - 1 - self.rng.below(newest.min(40))) as usize;
         let state = &self.sim.ledger.seqs[seq];
@@ -210,12 +215,12 @@ impl Chaos {
         let (namespace, tokens) = (request.namespace, state.stream.tokens[..len].to_vec());
         let block_size = self.sim.device.block_size;
         if let Some(places) = self.sim.tier.places_of(namespace, &tokens, block_size) {
-            return self.sim.fetch(trace, (namespace, &tokens), &places);
+            return self.sim.fetch((namespace, &tokens), &places);
         }
         let blocks = (len / block_size) as u32;
         let first = self.rng.range(0..blocks / 2 + 1) as usize;
         let num_places = self.rng.range(0..blocks + 1) as usize;
-        self.sim.offload(trace, (namespace, &tokens), first, num_places)
+        self.sim.offload((namespace, &tokens), first, num_places)
     }
 
     /// The id of a request, live or ended or neither.
@@ -229,20 +234,20 @@ impl Chaos {
     }
 
     /// Plan, commit or fail.
-    fn work(&mut self, trace: &mut Trace) -> Check {
+    fn work(&mut self) -> Check {
         let limit = self.sim.config.max_num_steps_in_flight as usize;
         let in_flight = self.sim.flights.len();
         let may_plan = in_flight < limit && self.sim.core.state() != Lifecycle::Closed;
         let plans = in_flight == 0 || self.rng.chance(self.rates.commit_late + 10);
-        if may_plan && plans && self.sim.plan(trace)? {
+        if may_plan && plans && self.sim.plan()? {
             return Ok(());
         }
         if self.rng.chance(self.rates.fail) {
-            return self.sim.fail(trace);
+            return self.sim.fail();
         }
         let error_row = self.rates.error_row;
         let rng = &mut self.rng;
-        self.sim.commit(trace, |_| rng.chance(error_row))
+        self.sim.commit(|_| rng.chance(error_row))
     }
 
     /// Calls out of turn are refused, and change nothing.

@@ -79,8 +79,7 @@ impl Device {
     pub fn new(config: &fastserve_base::CoreConfig) -> Self {
         let max_blocks = config.max_blocks_per_seq() as usize;
         let num_blocks = config.num_blocks as usize;
-        let empty =
-            Kv { prefix: 0, position: EMPTY, epoch: 0, writer: 0, step: 0, touched: 0 };
+        let empty = Kv { prefix: 0, position: EMPTY, epoch: 0, writer: 0, step: 0, touched: 0 };
         Self {
             block_size: config.block_size as usize,
             max_blocks,
@@ -103,7 +102,11 @@ impl Device {
     /// A block's place in a row's table, if the mirror knows one.
     pub fn block(&self, slot: u32, index: usize) -> Check<usize> {
         let block = self.table(slot).get(index).copied().unwrap_or(UNKNOWN);
-        ensure!(block >= 0, "stale row slot", "slot {slot}: the device was never told block {index}");
+        ensure!(
+            block >= 0,
+            "stale row slot",
+            "slot {slot}: the device was never told block {index}"
+        );
         Ok(block as usize)
     }
 
@@ -174,13 +177,7 @@ impl Device {
     }
 
     /// Copy a block onto another, for the sake of its first `num_used` slots.
-    pub fn copy(
-        &mut self,
-        source: usize,
-        destination: usize,
-        num_used: usize,
-        step: u64,
-    ) -> Check {
+    pub fn copy(&mut self, source: usize, destination: usize, num_used: usize, step: u64) -> Check {
         for offset in 0..self.block_size {
             let (from, to) =
                 (source * self.block_size + offset, destination * self.block_size + offset);
@@ -308,9 +305,7 @@ impl Device {
         epoch: u32,
         step: u64,
     ) -> Check {
-        for (index, expected) in
-            stream.prefixes[..seq_len].chunks(self.block_size).enumerate()
-        {
+        for (index, expected) in stream.prefixes[..seq_len].chunks(self.block_size).enumerate() {
             let block = self.block(slot, index)?;
             self.block_touched[block] = step;
             let first = block * self.block_size;

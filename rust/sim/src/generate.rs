@@ -7,8 +7,8 @@ use fastserve_base::{CoreConfig, Namespace, PolicyKind, Request, RequestId, Span
 
 use crate::chaos::{Rates, Scenario};
 use crate::ledger::Ledger;
+use crate::policy::PolicyChoice;
 use crate::rng::Rng;
-use crate::sim::PolicyChoice;
 
 /// The scenario of a seed.
 pub fn scenario(seed: u64, steps_in_flight: u32) -> Scenario {
@@ -146,12 +146,8 @@ impl Workload {
         prompt.extend(random_tokens(rng, (len - common) as u32, config.vocab_size));
         let max_tokens = rng.range(1..self.max_output + 1);
         let mut request = Request::new(RequestId(id), prompt, max_tokens);
-        request.spans = document
-            .spans
-            .iter()
-            .filter(|span| (span.end as usize) <= common)
-            .copied()
-            .collect();
+        request.spans =
+            document.spans.iter().filter(|span| (span.end as usize) <= common).copied().collect();
         if rng.chance(self.forks) {
             request.num_sequences = rng.range(2..5);
         }

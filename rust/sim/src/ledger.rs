@@ -55,6 +55,10 @@ pub struct Seq {
     pub epoch: u32,
     /// Tokens matched at its first admission.
     pub num_cached: Option<usize>,
+    /// The last step with a row of it.
+    pub last_row: u64,
+    /// Most tokens that it may have matched, beside `num_cached`, without a row that shows it.
+    pub unseen: usize,
     /// Went ahead of all that came later.
     pub aged: bool,
     /// Copies of blocks since it was assigned.
@@ -75,6 +79,17 @@ impl Seq {
     /// Tokens to compute, samples of steps in flight included.
     pub fn remaining(&self) -> Option<usize> {
         self.computed.map(|computed| self.num_total - computed)
+    }
+
+    /// Most tokens that it may have matched since its last row: it stands at a block boundary, and
+    /// waits for another sequence to go on. `step` is the last one planned.
+    pub fn may_have_matched(&self, step: u64, block_size: usize) -> usize {
+        let Some(computed) = self.computed else { return 0 };
+        let waits = matches!(self.place, Place::Running(_)) && self.last_row < step;
+        if !waits || block_size == 0 || !computed.is_multiple_of(block_size) {
+            return 0;
+        }
+        ((self.num_known - 1) / block_size * block_size).saturating_sub(computed)
     }
 
     /// Whether it has ended.
@@ -166,6 +181,8 @@ impl Ledger {
                 num_scored_planned: 0,
                 epoch: 0,
                 num_cached: None,
+                last_row: 0,
+                unseen: 0,
                 aged: false,
                 num_copies: 0,
                 num_failures: 0,
@@ -204,6 +221,13 @@ impl Ledger {
         self.record_of(seq).request.score_prompt && self.seqs[seq].id.index == 0
     }
 
+    /// A sequence leaves its slot: what it may have matched without a row stays unknown.
+    pub fn lose_sight(&mut self, seq: usize, step: u64, block_size: usize) -> usize {
+        let lost = self.seqs[seq].may_have_matched(step, block_size);
+        self.seqs[seq].unseen += lost;
+        lost
+    }
+
     /// A sequence has ended.
     pub fn end(&mut self, seq: usize, reason: FinishReason) {
         self.seqs[seq].place = Place::Ended(reason);
@@ -222,9 +246,8 @@ impl Ledger {
     fn succeed(&mut self, number: usize) {
         let record = &self.requests[number];
         let mut seqs = record.seqs();
-        let is_born = |&seq: &usize| {
-            !matches!(self.seqs[seq].place, Place::Unborn | Place::Ended(_))
-        };
+        let is_born =
+            |&seq: &usize| !matches!(self.seqs[seq].place, Place::Unborn | Place::Ended(_));
         if record.seqs().any(|seq| is_born(&seq)) {
             return;
         }

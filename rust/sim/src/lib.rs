@@ -26,6 +26,7 @@ pub mod generate;
 pub mod ledger;
 pub mod model;
 pub mod patience;
+pub mod policy;
 pub mod report;
 pub mod rng;
 pub mod sim;
@@ -35,7 +36,8 @@ pub mod violation;
 
 pub use chaos::{Rates, Scenario};
 pub use generate::scenario;
-pub use report::{Failure, Summary, run};
-pub use sim::{PolicyChoice, Sim};
+pub use policy::PolicyChoice;
+pub use report::{Failure, Run, Summary, run};
+pub use sim::Sim;
 pub use trace::{Event, Trace};
 pub use violation::{Check, Violation};

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use fastserve_sim::check::Counters;
-use fastserve_sim::{Summary, Trace, run, scenario};
+use fastserve_sim::{Summary, run, scenario};
 
 const USAGE: &str = "\
 Run the scheduler on simulated workloads with faults injected, and check every contract.
@@ -76,12 +76,11 @@ fn main() -> ExitCode {
     for &steps in &options.steps_in_flight {
         let mut total = Total::default();
         for seed in options.seeds.clone() {
-            let mut trace = Trace::default();
-            let outcome = run(&scenario(seed, steps), &mut trace);
+            let run = run(&scenario(seed, steps));
             if options.trace {
-                println!("{}", trace.tail(usize::MAX));
+                println!("{}", run.trace.tail(usize::MAX));
             }
-            match outcome {
+            match run.outcome {
                 Ok(summary) => total.add(&summary),
                 Err(failure) => {
                     num_failures += 1;

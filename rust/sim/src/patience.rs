@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use fastserve_base::{CoreConfig, PolicyKind};
 
 use crate::ledger::Ledger;
-use crate::sim::PolicyChoice;
+use crate::policy::PolicyChoice;
 use crate::violation::{Check, ensure};
 
 /// When a request is due.

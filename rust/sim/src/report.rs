@@ -48,28 +48,35 @@ impl fmt::Display for Failure {
     }
 }
 
+/// A run that has ended.
+#[derive(Debug)]
+pub struct Run {
+    /// Everything that happened.
+    pub trace: Trace,
+    /// How it ended.
+    pub outcome: Result<Summary, Box<Failure>>,
+}
+
 /// Run a scenario to its end. A panic of the core is a violation too.
-///
-/// # Errors
-///
-/// [`Failure`], with the trace's last lines. The whole trace is in `trace` either way.
-pub fn run(scenario: &Scenario, trace: &mut Trace) -> Result<Summary, Box<Failure>> {
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let mut chaos = Chaos::new(scenario);
-        chaos.run(trace)?;
-        Ok(Summary {
-            num_requests: chaos.sim.ledger.requests.len() as u64,
-            num_seqs: chaos.sim.ledger.seqs.len() as u64,
-            counters: chaos.sim.counters,
-        })
-    }));
+pub fn run(scenario: &Scenario) -> Run {
+    let mut chaos = Chaos::new(scenario);
+    let outcome = catch_unwind(AssertUnwindSafe(|| chaos.run()));
+    let trace = std::mem::take(&mut chaos.sim.trace);
     let violation = match outcome {
-        Ok(Ok(summary)) => return Ok(summary),
+        Ok(Ok(())) => {
+            let summary = Summary {
+                num_requests: chaos.sim.ledger.requests.len() as u64,
+                num_seqs: chaos.sim.ledger.seqs.len() as u64,
+                counters: chaos.sim.counters,
+            };
+            return Run { trace, outcome: Ok(summary) };
+        }
         Ok(Err(violation)) => violation,
         Err(panic) => Violation { checker: "panic", what: panic_text(panic.as_ref()) },
     };
     let tail = trace.tail(TAIL);
-    Err(Box::new(Failure { scenario: scenario.clone(), violation, tail }))
+    let failure = Failure { scenario: scenario.clone(), violation, tail };
+    Run { trace, outcome: Err(Box::new(failure)) }
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

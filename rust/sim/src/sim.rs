@@ -4,70 +4,28 @@
 //! from outside. The first violation ends the run. [`chaos`](crate::chaos) drives it at random;
 //! `tests/named.rs` by hand.
 
+mod calls;
+mod requests;
+
 use std::collections::VecDeque;
 
-use fastserve_base::{
-    CoreConfig, FinishReason, Namespace, Nanos, OutputKind, Request, RequestError, RequestId, SeqId,
-    StepId, Token,
-};
+use fastserve_base::{CoreConfig, Nanos, OutputKind, StepId};
 use fastserve_engine::{
-    Candidate, Core, EventKind, Inbox, Lifecycle, PlanSizes, Policy, Results, Stats, StepOutputs,
-    TimelineEvent, Transfer, TransferError,
+    Core, EventKind, Inbox, Lifecycle, PlanSizes, Results, Stats, StepOutputs, TimelineEvent,
 };
 use fastserve_sched::PlanView;
 
 use crate::blocks::BlockWatch;
-use crate::check::counters::queued;
 use crate::check::order::{check_idle, check_victims};
 use crate::check::results::{Entry, ResultsCheck, check_effect, entries};
 use crate::check::{Counters, Flight, FlightOutput, PlanCheck};
 use crate::device::Device;
 use crate::ledger::{Ledger, Place, Seq};
 use crate::patience::Patience;
-use crate::rng::mix;
+use crate::policy::{PolicyChoice, RandomPolicy};
 use crate::trace::{Blocks, Event, Trace};
-use crate::transfers::{self, Direction, Tier};
+use crate::transfers::Tier;
 use crate::violation::{Check, ensure};
-
-/// Which policy orders the queue.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PolicyChoice {
-    /// What the configuration names.
-    Config,
-    /// A random rank for each request.
-    Random {
-        /// Seed of the ranks.
-        seed: u64,
-    },
-}
-
-impl PolicyChoice {
-    fn rank(self, config: &CoreConfig, request: &Request) -> i64 {
-        match (self, config.scheduling_policy) {
-            (Self::Random { seed }, _) => random_rank(seed, request.id),
-            (Self::Config, fastserve_base::PolicyKind::Fcfs) => 0,
-            (Self::Config, fastserve_base::PolicyKind::Priority) => i64::from(request.priority),
-        }
-    }
-}
-
-fn random_rank(seed: u64, id: RequestId) -> i64 {
-    (mix(seed, id.0) % 8) as i64 - 4
-}
-
-struct RandomPolicy {
-    seed: u64,
-}
-
-impl Policy for RandomPolicy {
-    fn name(&self) -> &'static str {
-        "random"
-    }
-
-    fn rank(&mut self, candidate: &Candidate) -> i64 {
-        random_rank(self.seed, candidate.request)
-    }
-}
 
 /// A core under watch.
 pub struct Sim {
@@ -87,6 +45,8 @@ pub struct Sim {
     pub tier: Tier,
     /// Steps in flight, oldest first.
     pub flights: VecDeque<Flight>,
+    /// What happened.
+    pub trace: Trace,
     /// The time.
     pub now: Nanos,
     policy: PolicyChoice,
@@ -117,6 +77,7 @@ impl Sim {
             counters: Counters::default(),
             tier: Tier::default(),
             flights: VecDeque::new(),
+            trace: Trace::default(),
             now: 0,
             policy,
             patience: Patience::new(&config, policy),
@@ -131,126 +92,12 @@ impl Sim {
         }
     }
 
-    /// Submit a request. `Ok(None)`: accepted. A refusal must be the one that is due.
-    ///
-    /// # Errors
-    ///
-    /// A violation.
-    pub fn submit(&mut self, trace: &mut Trace, request: Request) -> Check<Option<RequestError>> {
-        let expected = self.refusal(&request);
-        let id = request.id.0;
-        let answer = self.inbox.submit(request.clone());
-        let code = answer.as_ref().err().map(RequestError::code);
-        ensure!(
-            code == expected,
-            "errors",
-            "submit of r{id} answers {code:?}, want {expected:?}"
-        );
-        let Err(error) = answer else {
-            let (prompt, n) = (request.prompt.len() as u32, request.num_sequences);
-            let max_tokens = request.max_tokens;
-            trace.push(self.last_step, Event::Submit { request: id, prompt, max_tokens, n });
-            let rank = self.policy.rank(&self.config, &request);
-            let (vocab, len) = (self.config.vocab_size, self.config.max_model_len);
-            self.ledger.accept(request, rank, vocab, len, self.last_step);
-            self.patience.accept(&self.ledger, self.last_step);
-            self.settle(trace)?;
-            return Ok(None);
-        };
-        trace.push(self.last_step, Event::Refuse { request: id, code: error.code() });
-        self.settle(trace)?;
-        Ok(Some(error))
-    }
-
-    /// The refusal that is due, if one is.
-    fn refusal(&self, request: &Request) -> Option<&'static str> {
-        let config = &self.config;
-        let prompt = request.prompt.len();
-        if prompt == 0 {
-            return Some("empty_prompt");
-        }
-        let in_range = request.max_tokens >= 1
-            && (1..=config.max_num_sequences_per_request).contains(&request.num_sequences)
-            && request.min_tokens <= request.max_tokens
-            && request.sampling.len() <= config.max_sampling_words as usize;
-        if !in_range {
-            return Some("out_of_range");
-        }
-        let mut ids = request.prompt.iter().chain(&request.stop_token_ids);
-        if ids.any(|&token| token >= config.vocab_size) {
-            return Some("token_out_of_range");
-        }
-        if prompt >= config.max_model_len as usize {
-            return Some("context_length_exceeded");
-        }
-        let mut end = 0;
-        for span in &request.spans {
-            if span.start < end || span.start >= span.end || span.end as usize > prompt {
-                return Some("bad_span");
-            }
-            end = span.end;
-        }
-        if matches!(self.core.state(), Lifecycle::Draining | Lifecycle::Closed) {
-            return Some("not_accepting");
-        }
-        if self.ledger.live.contains_key(&request.id.0) {
-            return Some("duplicate_request");
-        }
-        let (requests, tokens) = queued(&self.ledger, false);
-        if requests >= config.max_num_queued_requests as usize {
-            return Some("queue_full");
-        }
-        (tokens > 0 && tokens + prompt as u64 > config.max_num_queued_tokens)
-            .then_some("queue_tokens_full")
-    }
-
-    /// Abort a request, live or not.
-    ///
-    /// # Errors
-    ///
-    /// A violation.
-    pub fn abort(&mut self, trace: &mut Trace, request: u64) -> Check {
-        let live = self.ledger.live.get(&request).copied();
-        let answer = self.inbox.abort(RequestId(request));
-        ensure!(
-            answer == live.is_some(),
-            "errors",
-            "abort of r{request} answers {answer}, live is {}",
-            live.is_some()
-        );
-        if let Some(number) = live {
-            self.ledger.requests[number].abort_pending = true;
-        }
-        trace.push(self.last_step, Event::Abort { request });
-        self.settle(trace)
-    }
-
-    /// End a sequence as the text side does on a stop string.
-    ///
-    /// # Errors
-    ///
-    /// A violation.
-    pub fn cut(&mut self, trace: &mut Trace, id: SeqId, kept: u32) -> Check {
-        let live = self.ledger.live.contains_key(&id.request.0);
-        let answer = self.inbox.finish(id, FinishReason::Stop, kept);
-        ensure!(answer == live, "errors", "finish of {id:?} answers {answer}, live is {live}");
-        if let Some(seq) = self.ledger.find(id.request.0, id.index) {
-            let abort = self.ledger.record_of(seq).abort_pending;
-            let state = &mut self.ledger.seqs[seq];
-            if !state.has_ended() && !abort && state.cut.is_none() {
-                state.cut = Some((FinishReason::Stop, kept));
-            }
-        }
-        trace.push(self.last_step, Event::Cut { seq: id, kept });
-        self.settle(trace)
-    }
-
     /// Plan a step. False: there was nothing to run.
     ///
     /// # Errors
     ///
     /// A violation.
-    pub fn plan(&mut self, trace: &mut Trace) -> Check<bool> {
+    pub fn plan(&mut self) -> Check<bool> {
         self.take_over();
         let before: Vec<usize> = self.running();
         let sizes = match self.core.plan(self.now, &mut self.arena) {
@@ -260,7 +107,7 @@ impl Sim {
                 unreachable!()
             }
         };
-        self.endings(trace, None)?;
+        self.endings(None)?;
         check_effect(&self.ledger)?;
         self.age();
         let victims = self.victims();
@@ -269,7 +116,7 @@ impl Sim {
             self.counters.num_preemptions += 1;
             self.put_back(victim);
             let (seq, by) = (self.ledger.seqs[victim].id, self.preempted_by(victim));
-            trace.push(self.last_step + 1, Event::Preempt { seq, by });
+            self.trace.push(self.last_step + 1, Event::Preempt { seq, by });
         }
         let stayed: Vec<usize> = before
             .into_iter()
@@ -284,7 +131,7 @@ impl Sim {
                     check_idle(&self.ledger, &self.device, self.flights.len())?;
                 }
             }
-            self.settle(trace)?;
+            self.settle()?;
             return Ok(false);
         }
         ensure!(
@@ -292,8 +139,8 @@ impl Sim {
             "plan",
             "a step was planned while the core is paused"
         );
-        self.check_plan(trace, sizes, stayed)?;
-        self.settle(trace)?;
+        self.check_plan(sizes, stayed)?;
+        self.settle()?;
         Ok(true)
     }
 
@@ -345,7 +192,7 @@ impl Sim {
         self.ledger.live_seqs.iter().copied().filter(runs).collect()
     }
 
-    fn check_plan(&mut self, trace: &mut Trace, sizes: PlanSizes, stayed: Vec<usize>) -> Check {
+    fn check_plan(&mut self, sizes: PlanSizes, stayed: Vec<usize>) -> Check {
         self.device.busy.fill(false);
         let mut check = PlanCheck {
             config: &self.config,
@@ -357,7 +204,7 @@ impl Sim {
             device: &mut self.device,
             tier: &mut self.tier,
             counters: &mut self.counters,
-            trace,
+            trace: &mut self.trace,
             stayed,
             rows: Vec::new(),
             assigned: Vec::new(),
@@ -376,16 +223,12 @@ impl Sim {
     /// # Errors
     ///
     /// A violation.
-    pub fn commit(
-        &mut self,
-        trace: &mut Trace,
-        mut is_error: impl FnMut(&FlightOutput) -> bool,
-    ) -> Check {
+    pub fn commit(&mut self, mut is_error: impl FnMut(&FlightOutput) -> bool) -> Check {
         let Some(flight) = self.flights.pop_front() else { return Ok(()) };
         let failed: Vec<bool> = flight.outputs.iter().map(&mut is_error).collect();
         let (counts, tokens) = results(&flight.outputs, &failed);
         let results = Results { counts: &counts, tokens: &tokens };
-        trace.push(self.last_step, Event::Commit { step: flight.step });
+        self.trace.push(self.last_step, Event::Commit { step: flight.step });
         if let Err(error) = self.core.commit(StepId(flight.step), self.now, results) {
             ensure!(false, "errors", "commit of step {} answers {error}", flight.step);
         }
@@ -393,15 +236,9 @@ impl Sim {
         self.counters.num_steps_in_flight -= 1;
         self.device.done = flight.step;
         let found = self.take_entries()?;
-        let mut check = ResultsCheck {
-            ledger: &mut self.ledger,
-            counters: &mut self.counters,
-            trace,
-            step: self.last_step,
-        };
-        check.commit(&flight.outputs, &failed, &found)?;
+        self.results_check().commit(&flight.outputs, &failed, &found)?;
         self.patience.step(&self.ledger, self.last_step, !self.tier.open.is_empty())?;
-        self.settle(trace)
+        self.settle()
     }
 
     /// The oldest step in flight fails, and all the others with it.
@@ -409,10 +246,10 @@ impl Sim {
     /// # Errors
     ///
     /// A violation.
-    pub fn fail(&mut self, trace: &mut Trace) -> Check {
+    pub fn fail(&mut self) -> Check {
         let Some(oldest) = self.flights.front().map(|flight| flight.step) else { return Ok(()) };
         let steps = self.flights.len() as u32;
-        trace.push(self.last_step, Event::Fail { step: oldest, steps });
+        self.trace.push(self.last_step, Event::Fail { step: oldest, steps });
         let before = self.running();
         if let Err(error) = self.core.fail(StepId(oldest), self.now) {
             ensure!(false, "errors", "fail of step {oldest} answers {error}");
@@ -443,21 +280,32 @@ impl Sim {
             );
         }
         self.patience.failed(&self.ledger);
-        self.endings(trace, Some(self.config.max_num_step_failures))?;
-        self.settle(trace)
+        self.endings(Some(self.config.max_num_step_failures))?;
+        self.settle()
     }
 
     /// A running sequence goes back to the queue; its slot is released by a later plan.
     fn put_back(&mut self, seq: usize) {
+        let block_size = self.cached_block_size();
+        self.counters.unseen += self.ledger.lose_sight(seq, self.last_step, block_size) as u64;
         let state = &mut self.ledger.seqs[seq];
         if let Place::Running(slot) = state.place {
             state.place = Place::Leaving(slot);
         }
     }
 
+    /// Tokens per block, 0 where nothing is cached.
+    fn cached_block_size(&self) -> usize {
+        if self.config.enable_prefix_caching { self.device.block_size } else { 0 }
+    }
+
     /// Running sequences whose timeline has more events of a kind than were counted. Relies on a ring
     /// large enough for the run.
-    fn news(&self, wanted: impl Fn(&EventKind) -> bool, counted: impl Fn(&Seq) -> u32) -> Vec<usize> {
+    fn news(
+        &self,
+        wanted: impl Fn(&EventKind) -> bool,
+        counted: impl Fn(&Seq) -> u32,
+    ) -> Vec<usize> {
         let has_news = |&seq: &usize| {
             let state = &self.ledger.seqs[seq];
             let timeline = self.core.timeline(state.id.request);
@@ -470,133 +318,14 @@ impl Sim {
         self.running().into_iter().filter(has_news).collect()
     }
 
-    /// Ask for the blocks of a prefix, from `first_block` on, to be copied to another tier.
-    ///
-    /// # Errors
-    ///
-    /// A violation. A refusal is none.
-    pub fn offload(
-        &mut self,
-        trace: &mut Trace,
-        (namespace, tokens): (Namespace, &[Token]),
-        first_block: usize,
-        blocks: usize,
-    ) -> Check {
-        let places = self.tier.fresh_places(blocks);
-        let before = self.core.stats();
-        let answer = self.core.offload(namespace, tokens, first_block, &places);
-        self.begun(trace, answer, Direction::Out, (namespace, tokens), &places, before)
-    }
-
-    /// Ask for the blocks of a prefix to be copied from the other tier, which has them at `places`.
-    ///
-    /// # Errors
-    ///
-    /// A violation. A refusal is none.
-    pub fn fetch(
-        &mut self,
-        trace: &mut Trace,
-        (namespace, tokens): (Namespace, &[Token]),
-        places: &[u32],
-    ) -> Check {
-        let before = self.core.stats();
-        let answer = self.core.fetch(namespace, tokens, places);
-        let first = answer.as_ref().map_or(0, |transfer| transfer.first_block as usize);
-        let wanted = places.get(first..).unwrap_or_default();
-        self.begun(trace, answer, Direction::In, (namespace, tokens), wanted, before)
-    }
-
-    fn begun(
-        &mut self,
-        trace: &mut Trace,
-        answer: Result<Transfer, TransferError>,
-        direction: Direction,
-        (namespace, tokens): (Namespace, &[Token]),
-        places: &[u32],
-        before: Stats,
-    ) -> Check {
-        let Ok(transfer) = answer else {
-            let after = self.core.stats();
-            ensure!(before == after, "errors", "a refused copy changed {before:?} to {after:?}");
-            return self.settle(trace);
-        };
-        let (ticket, blocks) = (transfer.ticket.0, transfer.num_blocks);
-        ensure!(
-            blocks > 0 && self.core.is_open(transfer.ticket),
-            "copies",
-            "{transfer:?} copies nothing, or is not open"
-        );
-        let prefixes = transfers::prefixes(namespace, tokens);
-        self.tier.begin(transfer, direction, prefixes, places, self.epoch);
-        trace.push(self.last_step, Event::Transfer { ticket, direction, blocks });
-        self.settle(trace)
-    }
-
-    /// Complete a copy, by its place among the open ones.
-    ///
-    /// # Errors
-    ///
-    /// A violation.
-    pub fn complete(&mut self, trace: &mut Trace, at: usize, ok: bool) -> Check {
-        let open = &self.tier.open[at];
-        let (ticket, due) = (open.ticket, open.is_listed() && self.core.is_open(open.ticket));
-        let answer = self.core.complete(ticket, ok);
-        ensure!(
-            answer == due,
-            "copies",
-            "complete of ticket {} answers {answer}, want {due}",
-            ticket.0
-        );
-        if answer {
-            trace.push(self.last_step, Event::Complete { ticket: ticket.0, ok });
-            self.tier.complete(at, ok, &mut self.device, self.epoch)?;
+    fn results_check(&mut self) -> ResultsCheck<'_> {
+        ResultsCheck {
+            block_size: self.cached_block_size(),
+            ledger: &mut self.ledger,
+            counters: &mut self.counters,
+            trace: &mut self.trace,
+            step: self.last_step,
         }
-        self.settle(trace)
-    }
-
-    /// Forget every cached prefix.
-    ///
-    /// # Errors
-    ///
-    /// A violation.
-    pub fn reset(&mut self, trace: &mut Trace) -> Check {
-        self.core.reset_prefix_cache();
-        self.epoch += 1;
-        self.tier.reset();
-        trace.push(self.last_step, Event::Call { what: "reset_prefix_cache" });
-        self.settle(trace)
-    }
-
-    /// Change the lifecycle. `Running` resumes.
-    ///
-    /// # Errors
-    ///
-    /// A violation.
-    pub fn lifecycle(&mut self, trace: &mut Trace, to: Lifecycle) -> Check {
-        match to {
-            Lifecycle::Running => self.core.resume(),
-            Lifecycle::Paused => self.core.pause(),
-            Lifecycle::Draining => self.core.drain(),
-            Lifecycle::Closed => {
-                self.take_over();
-                let live: Vec<usize> = self.ledger.live.values().copied().collect();
-                for number in live {
-                    self.ledger.requests[number].abort_pending = true;
-                }
-                self.core.close();
-                self.endings(trace, None)?;
-                check_effect(&self.ledger)?;
-            }
-        }
-        ensure!(
-            self.core.state() == to,
-            "lifecycle",
-            "{} was asked for, the core is {}",
-            to.name(),
-            self.core.state().name()
-        );
-        trace.push(self.last_step, Event::Call { what: to.name() });
-        self.settle(trace)
     }
 
     fn take_entries(&mut self) -> Check<Vec<Entry>> {
@@ -604,32 +333,31 @@ impl Sim {
         entries(&self.outputs)
     }
 
-    fn endings(&mut self, trace: &mut Trace, may_fail: Option<u32>) -> Check {
+    fn endings(&mut self, may_fail: Option<u32>) -> Check {
         let found = self.take_entries()?;
-        let mut check = ResultsCheck {
-            ledger: &mut self.ledger,
-            counters: &mut self.counters,
-            trace,
-            step: self.last_step,
-        };
-        check.endings(&found, may_fail)
+        self.results_check().endings(&found, may_fail)
     }
 
     /// After every call: the core's own checks, conservation, counters, block events.
-    fn settle(&mut self, trace: &mut Trace) -> Check {
+    fn settle(&mut self) -> Check {
         self.core.check();
         self.tier.given_up(|ticket| self.core.is_open(ticket));
         self.tier.settle(self.device.done);
         self.counters.transfers = self.tier.counts;
         let stats = self.core.stats();
         let Stats { free, held, cached, capacity, .. } = stats;
-        trace.settle(Blocks { free, held, cached });
+        self.trace.settle(Blocks { free, held, cached });
         ensure!(
             free + held + cached == capacity && capacity == u64::from(self.config.num_blocks),
             "conservation",
             "{free} free + {held} held + {cached} cached blocks of {capacity}"
         );
-        self.counters.check(&stats, &self.ledger)?;
+        let block_size = self.cached_block_size();
+        let lag = |&seq: &usize| {
+            self.ledger.seqs[seq].may_have_matched(self.last_step, block_size) as u64
+        };
+        let lag: u64 = self.ledger.live_seqs.iter().map(lag).sum();
+        self.counters.check(&stats, &self.ledger, lag)?;
         self.blocks.check(&mut self.core, &self.device)
     }
 

@@ -60,7 +60,8 @@ impl PlanCheck<'_> {
             self.ledger.name(row.seq),
             row.seq_len
         );
-        let scored = self.ledger.record_of(row.seq).request.score_prompt && state.num_outputs() == 0;
+        let scored =
+            self.ledger.record_of(row.seq).request.score_prompt && state.num_outputs() == 0;
         let last = state.stream.num_prompt - 1;
         let wanted = if scored { row.seq_len.min(last).saturating_sub(row.start) } else { 0 };
         ensure!(

@@ -289,6 +289,7 @@ impl PlanCheck<'_> {
         for row in &self.rows {
             let state = &mut self.ledger.seqs[row.seq];
             let take = row.tokens.len();
+            state.last_row = step;
             let first = state.computed.is_none();
             if first && state.num_cached.is_none() {
                 state.num_cached = Some(0);
