@@ -13,6 +13,10 @@ use crate::view::{Matrix, MatrixMut};
 const COLS_PER_ITEM: usize = 2048;
 
 /// `out = silu(gate) * up`, where a row of `gate_up` is the gate's half followed by up's.
+///
+/// # Errors
+///
+/// Shapes that do not fit each other, named by argument; nothing is computed.
 pub fn silu_mul(
     pool: &Pool,
     gate_up: &Matrix<'_>,
@@ -34,7 +38,7 @@ pub fn silu_mul(
     Ok(())
 }
 
-struct Gate<'a, X> {
+struct SiluMul<'a, X> {
     gate_up: &'a Matrix<'a>,
     out: &'a MatrixMut<'a>,
     items_per_row: usize,
@@ -44,11 +48,11 @@ struct Gate<'a, X> {
 fn run<X: Lanes>(pool: &Pool, gate_up: &Matrix<'_>, out: &MatrixMut<'_>) {
     let (rows, cols) = (out.as_matrix().num_rows(), out.as_matrix().num_cols());
     let items_per_row = cols.div_ceil(COLS_PER_ITEM);
-    let kernel = Gate::<X> { gate_up, out, items_per_row, types: PhantomData };
+    let kernel = SiluMul::<X> { gate_up, out, items_per_row, types: PhantomData };
     pool.run(&kernel, rows * items_per_row, rows * cols / 2);
 }
 
-impl<X: Lanes> Kernel for Gate<'_, X> {
+impl<X: Lanes> Kernel for SiluMul<'_, X> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, item: usize) {
         let (row, part) = (item / self.items_per_row, item % self.items_per_row);

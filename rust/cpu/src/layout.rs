@@ -7,7 +7,7 @@
 //! ```
 //!
 //! of `float32` or `bfloat16`. Outside this crate a tile is opaque; a block is copied by copying
-//! `kv[:, block]`. The last axis, written out (G = 8 if block_size is 8, otherwise 16):
+//! `kv[:, block]`. The last axis, written out (G = 8 if `block_size` is 8, otherwise 16):
 //!
 //! ```text
 //!            K tile                                V tile
@@ -53,7 +53,11 @@ pub const fn kv_layer_shape(layout: KvLayout) -> [usize; 4] {
 }
 
 impl KvLayout {
-    /// Error unless the block and head sizes are ones that the kernels know.
+    /// Check that the block and head sizes are ones that the kernels know.
+    ///
+    /// # Errors
+    ///
+    /// Names the size, and what it may be.
     pub fn check(&self) -> Result<(), ArgumentError> {
         let Self { block_size, head_dim, .. } = *self;
         require(

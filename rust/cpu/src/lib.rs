@@ -8,6 +8,16 @@
 //! Results do not depend on company: what one token gets is one fixed sequence of floating-point
 //! operations, whatever other rows, chunk sizes or number of threads the call has.
 
+#![warn(clippy::undocumented_unsafe_blocks)]
+#![allow(
+    clippy::inline_always,
+    reason = "vector code is compiled to instructions only where it is inlined (see `simd`)"
+)]
+#![allow(
+    clippy::many_single_char_names,
+    reason = "the names of mathematics, in expressions that are mathematics"
+)]
+
 pub mod attention;
 pub mod element;
 pub mod error;

@@ -18,6 +18,10 @@ const ROWS_PER_ITEM: usize = 8;
 ///
 /// With a `residual`, `residual += x` first, rounded to its type, and the norm is of that. `x`,
 /// `out` and `residual` have one shape and type; `weight` is one row of either type.
+///
+/// # Errors
+///
+/// Shapes that do not fit each other, named by argument; nothing is computed.
 pub fn rms_norm(
     pool: &Pool,
     x: &Matrix<'_>,

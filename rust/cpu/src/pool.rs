@@ -37,7 +37,6 @@ const SMALL_WORK_NS: usize = 15_000;
 ///
 /// Calls from several threads take turns. Dropping the pool ends its threads. In a process forked
 /// from the one that made it, the pool has the caller's thread alone and works on.
-#[derive(Debug)]
 pub struct Pool {
     isa: Isa,
     shared: Arc<Shared>,
@@ -46,7 +45,6 @@ pub struct Pool {
     process: u32,
 }
 
-#[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
     /// Copy of `State::generation` to look at without the lock.
@@ -55,7 +53,7 @@ struct Shared {
     left: Condvar,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
     job: Option<Job>,
     generation: u64,
@@ -64,21 +62,11 @@ struct State {
     panic: Option<Panic>,
 }
 
-/// What a worker's panic carried.
-struct Panic(Box<dyn Any + Send>);
-
-impl std::fmt::Debug for Panic {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Panic")
-    }
-}
+/// What a panic carries.
+type Panic = Box<dyn Any + Send>;
 
 /// The closure of the call of [`Pool::run`] in progress, its lifetime erased.
-#[derive(Debug, Clone, Copy)]
-struct Job(*const (dyn Fn() + Sync));
-
-// SAFETY: the closure is `Sync`, and invariant 1 keeps it alive while a worker may call it.
-unsafe impl Send for Job {}
+type Job = &'static (dyn Fn() + Sync);
 
 impl Pool {
     /// A pool of `num_threads`, the caller's own included, that computes with `isa`.
@@ -146,7 +134,7 @@ impl Pool {
         let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let panic = self.share(&claim, num_items - 1);
         drop(turn);
-        if let Some(Panic(payload)) = panic {
+        if let Some(payload) = panic {
             resume_unwind(payload);
         }
     }
@@ -154,9 +142,7 @@ impl Pool {
     /// Run `claim` here and on up to `num_wanted` workers, and return the first panic.
     fn share(&self, claim: &(dyn Fn() + Sync), num_wanted: usize) -> Option<Panic> {
         // SAFETY: only the lifetime changes; invariants 1 and 2 keep workers inside it.
-        let job = Job(unsafe {
-            std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(claim)
-        });
+        let job = unsafe { std::mem::transmute::<&(dyn Fn() + Sync), Job>(claim) };
         let mut state = self.shared.lock();
         state.job = Some(job);
         state.generation += 1;
@@ -168,7 +154,7 @@ impl Pool {
             (0..num_wanted).for_each(|_| self.shared.posted.notify_one());
         }
 
-        let own = catch_unwind(AssertUnwindSafe(claim)).err().map(Panic);
+        let own = catch_unwind(AssertUnwindSafe(claim)).err();
 
         let mut state = self.shared.lock();
         state.job = None;
@@ -176,6 +162,12 @@ impl Pool {
             state = self.shared.left.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         own.or(state.panic.take()).inspect(|_| state.panic = None)
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Pool({} threads, {})", self.num_threads(), self.isa.name())
     }
 }
 
@@ -204,12 +196,11 @@ impl Shared {
     fn work(&self) {
         let mut seen = 0;
         while let Some(job) = self.next_job(&mut seen) {
-            // SAFETY: `next_job` counted this thread as active, so `Pool::share` has not returned
-            // and the closure is alive.
-            let result = catch_unwind(AssertUnwindSafe(|| unsafe { (*job.0)() }));
+            // `next_job` counted this thread as active, so `Pool::share` keeps the closure alive.
+            let result = catch_unwind(AssertUnwindSafe(job));
             let mut state = self.lock();
             if let Err(payload) = result {
-                state.panic.get_or_insert(Panic(payload));
+                state.panic.get_or_insert(payload);
             }
             state.num_active -= 1;
             if state.num_active == 0 {

@@ -33,7 +33,7 @@ pub struct Rope<'a> {
     /// Slot of each token (`block * block_size + offset`), −1: write nothing.
     pub slot_mapping: &'a [i32],
     /// `[positions, rotary_dim]` of `f32`: cosines, then sines. The two of a pair are half of
-    /// `rotary_dim` apart (NeoX); dimensions beyond it are not rotated.
+    /// `rotary_dim` apart (`NeoX`); dimensions beyond it are not rotated.
     pub cos_sin: Matrix<'a>,
     /// Weight `[1, head_dim]` of a norm over each head of q before the rotation.
     pub q_norm: Option<Matrix<'a>>,
@@ -44,6 +44,10 @@ pub struct Rope<'a> {
 }
 
 /// Rotate q in place; rotate k and store it and v in `kv`. `k` and `v` are left as they are.
+///
+/// # Errors
+///
+/// Shapes that do not fit each other and indices out of range, named by argument; nothing is computed.
 pub fn rope_and_write_kv(
     pool: &Pool,
     q: &mut MatrixMut<'_>,
@@ -67,12 +71,7 @@ struct Rotate<'a, X, C> {
     types: PhantomData<(X, C)>,
 }
 
-fn run<X: Lanes, C: Stored>(
-    pool: &Pool,
-    q: &MatrixMut<'_>,
-    kv: &KvViewMut<'_>,
-    rope: &Rope<'_>,
-) {
+fn run<X: Lanes, C: Stored>(pool: &Pool, q: &MatrixMut<'_>, kv: &KvViewMut<'_>, rope: &Rope<'_>) {
     let num_tokens = rope.positions.len();
     let work_ns = num_tokens * (q.as_matrix().num_cols() + 2 * rope.k.num_cols()) / 4;
     let kernel = Rotate::<X, C> { q, kv, rope, types: PhantomData };
@@ -152,14 +151,7 @@ impl<X: Lanes, C: Stored> Rotate<'_, X, C> {
 
     /// Store the key and the value of `token` in `slot`.
     #[inline(always)]
-    fn write<S: Simd>(
-        &self,
-        s: S,
-        token: usize,
-        slot: usize,
-        angles: *const f32,
-        head: &mut Head,
-    ) {
+    fn write<S: Simd>(&self, s: S, token: usize, slot: usize, angles: *const f32, head: &mut Head) {
         let layout = self.kv.as_view().layout();
         let (dim, base) = (layout.head_dim, self.kv.base::<C>());
         let (block, offset) = (slot / layout.block_size, slot % layout.block_size);
@@ -242,7 +234,9 @@ trait Stored: Element {
     ) {
         for (dim, &value) in head[..layout.head_dim].iter().enumerate() {
             // SAFETY: places are inside a tile.
-            unsafe { Self::store_relaxed(tile.add(place(layout, Self::DTYPE, offset, dim)), value) };
+            unsafe {
+                Self::store_relaxed(tile.add(place(layout, Self::DTYPE, offset, dim)), value);
+            }
         }
     }
 }

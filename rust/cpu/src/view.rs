@@ -284,9 +284,7 @@ mod tests {
     fn view(data: &[f32], from: usize, rows: usize, cols: usize, stride: usize) -> Matrix<'_> {
         assert!(from + (rows - 1) * stride + cols <= data.len());
         // SAFETY: inside the slice, as asserted.
-        unsafe {
-            Matrix::from_raw(data[from..].as_ptr().cast(), DType::F32, rows, cols, stride)
-        }
+        unsafe { Matrix::from_raw(data[from..].as_ptr().cast(), DType::F32, rows, cols, stride) }
     }
 
     #[test]

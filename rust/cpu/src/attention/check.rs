@@ -101,4 +101,3 @@ fn check_row(args: &Attention<'_>, row: usize, slot: usize) -> Result<(), Argume
     }
     Ok(())
 }
-

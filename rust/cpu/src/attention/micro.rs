@@ -4,6 +4,11 @@
 //! in ascending order from zero; a sum of values is one chain over the keys in ascending order from
 //! what it was. The shape of a block decides what runs side by side, and no result.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "the loops are over constants and are unrolled; iterators would hide the block's shape"
+)]
+
 use super::cached::{Cached, OCTET};
 use super::scratch::STRIDE;
 use crate::simd::{Kernel, LANES, Simd};

@@ -67,6 +67,10 @@ pub struct Attention<'a> {
 }
 
 /// `out = softmax(scale * q k^T) v` for every row, causal.
+///
+/// # Errors
+///
+/// Shapes that do not fit each other and indices out of range, named by argument; nothing is computed.
 pub fn paged_attention(
     pool: &Pool,
     args: &Attention<'_>,

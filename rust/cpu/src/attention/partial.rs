@@ -116,7 +116,12 @@ pub(super) unsafe fn compute<S: Simd, C: Cached>(
 
 /// Fill in the octet pointers of the keys of `union`, and of what shares a vector with them.
 #[inline(always)]
-fn find_octets<C: Cached>(source: &Source<'_, C>, start: usize, union: Seen, scratch: &mut Scratch) {
+fn find_octets<C: Cached>(
+    source: &Source<'_, C>,
+    start: usize,
+    union: Seen,
+    scratch: &mut Scratch,
+) {
     let layout = source.layout;
     if union.is_empty() {
         return;
@@ -131,9 +136,8 @@ fn find_octets<C: Cached>(source: &Source<'_, C>, start: usize, union: Seen, scr
         assert!(block < layout.num_blocks, "block {block} is outside the pool");
         let (keys, values) =
             (layout.key_tile(block, source.head), layout.value_tile(block, source.head));
-        let place = |tile: usize, offset: usize| {
-            source.base.wrapping_add(tile + offset * layout.head_dim)
-        };
+        let place =
+            |tile: usize, offset: usize| source.base.wrapping_add(tile + offset * layout.head_dim);
         scratch.value_octets[octet] = place(values, offset).cast();
         scratch.key_octets[octet] = if is_grouped_by_16 {
             place(keys, offset - offset % LANES).wrapping_add(offset % LANES * C::KEY_STEP).cast()
@@ -190,7 +194,10 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
                 group: layout.key_group(),
                 octets: scratch.key_octets[vector * 2..].as_ptr().cast(),
                 num_vectors: block.to.div_ceil(LANES) - vector,
-                out: scratch.scores[first..].as_mut_ptr().cast::<f32>().wrapping_add(vector * LANES),
+                out: scratch.scores[first..]
+                    .as_mut_ptr()
+                    .cast::<f32>()
+                    .wrapping_add(vector * LANES),
             };
             // SAFETY: the rows are there, and the octets of both halves of each vector are found.
             unsafe { scores.compute::<S, SPLIT>(s) };
@@ -279,7 +286,14 @@ unsafe fn values<S: Simd, C: Cached>(
                 }
                 accumulate::<S, C>(s, head_dim, first, rows, common, scratch);
                 for (row, seen) in (first..).zip(block) {
-                    accumulate::<S, C>(s, head_dim, row, 1, seen.within(common.to, keys.1), scratch);
+                    accumulate::<S, C>(
+                        s,
+                        head_dim,
+                        row,
+                        1,
+                        seen.within(common.to, keys.1),
+                        scratch,
+                    );
                 }
             }
         }

@@ -16,7 +16,7 @@ pub(super) const STRIDE: usize = MAX_HEAD_DIM + LANES;
 const _: () = assert!(RANGE <= MAX_HEAD_DIM && MAX_HEAD_DIM.is_multiple_of(LANES));
 
 /// [`MAX_ROWS`] rows.
-pub(super) type Rows = [[f32; STRIDE]; MAX_ROWS];
+type Rows = Box<[[f32; STRIDE]]>;
 
 /// What is known of a softmax besides its weighted values.
 #[derive(Debug, Clone, Copy)]
@@ -50,14 +50,14 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    const fn new() -> Self {
-        const ROWS: Rows = [[0.0; STRIDE]; MAX_ROWS];
+    fn new() -> Self {
+        let rows = || vec![[0.0; STRIDE]; MAX_ROWS].into_boxed_slice();
         Self {
-            q: ROWS,
-            scores: ROWS,
-            values: ROWS,
+            q: rows(),
+            scores: rows(),
+            values: rows(),
             stats: [Stats::EMPTY; MAX_ROWS],
-            total: ROWS,
+            total: rows(),
             total_stats: [Stats::EMPTY; MAX_ROWS],
             key_octets: [std::ptr::null(); RANGE / OCTET],
             value_octets: [std::ptr::null(); RANGE / OCTET],
@@ -66,14 +66,13 @@ impl Scratch {
 }
 
 thread_local! {
-    static SCRATCH: UnsafeCell<Box<Scratch>> = UnsafeCell::new(Box::new(Scratch::new()));
+    static SCRATCH: UnsafeCell<Scratch> = UnsafeCell::new(Scratch::new());
     static WORKSPACE: UnsafeCell<Workspace> = UnsafeCell::new(Workspace::default());
 }
 
 /// This thread's scratch. Its user must be done with it before anyone else on this thread asks.
 pub(super) fn scratch() -> *mut Scratch {
-    // SAFETY: reads the pointer in the box, of which there is no other borrow.
-    SCRATCH.with(|cell| unsafe { &raw mut **cell.get() })
+    SCRATCH.with(UnsafeCell::get)
 }
 
 /// Lend this thread's workspace to `body`, which must not ask for it again.

@@ -1,5 +1,7 @@
 //! A vector is two 256-bit registers: lanes 0 to 7 and 8 to 15.
 
+#![expect(clippy::unused_self, reason = "`self` is the proof that the instructions exist")]
+
 use std::arch::x86_64 as x86;
 use std::arch::x86_64::{__m128i, __m256, __m256i};
 
@@ -141,9 +143,7 @@ impl Simd for Avx2 {
     fn select(self, mask: u16, a: Two, b: Two) -> Two {
         let (low, high) = (self.lanes_of(mask as u8), self.lanes_of((mask >> 8) as u8));
         // SAFETY: `self` is a proof of AVX2.
-        unsafe {
-            Two(x86::_mm256_blendv_ps(b.0, a.0, low), x86::_mm256_blendv_ps(b.1, a.1, high))
-        }
+        unsafe { Two(x86::_mm256_blendv_ps(b.0, a.0, low), x86::_mm256_blendv_ps(b.1, a.1, high)) }
     }
     #[inline(always)]
     fn exponent(self, a: Two) -> Two {

@@ -1,5 +1,7 @@
 //! A vector is one 512-bit register.
 
+#![expect(clippy::unused_self, reason = "`self` is the proof that the instructions exist")]
+
 use std::arch::x86_64 as x86;
 use std::arch::x86_64::{__m256, __m512, __m512i};
 

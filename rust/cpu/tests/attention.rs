@@ -1,0 +1,148 @@
+//! Attention against a plain reference in `f64`, for every instruction set of the machine.
+//!
+//! Tolerance, written down: with |q|, |k|, |v| at most 2, an output in `f32` is within 4e-6 +
+//! 2e-6 · |want| of the reference (scores of up to 256 products, weights and sums in `f32`; twice
+//! that without a fused multiply-add or with a softcap); in bfloat16 rounding comes on top. The
+//! cache's own rounding is in the reference's inputs.
+
+mod common;
+
+use common::paged::{Call, Case};
+use common::{DTYPES, assert_close, pools, rounding};
+use fastserve_cpu::DType;
+use proptest::prelude::*;
+
+fn check(case: &Case, seed: u64) {
+    let call = Call::new(case, seed);
+    let want = call.reference();
+    for pool in pools() {
+        let what = format!("{pool:?} {case:?}");
+        let got = call.run(&pool);
+        let relative = rounding(case.dtype) + 4e-6;
+        assert_close(&what, &got, &want, 8e-6, relative);
+    }
+}
+
+#[test]
+fn every_shape_of_head_and_block() {
+    for head_dim in [8, 24, 32, 64, 80, 96, 128, 200, 256] {
+        for block_size in [8, 16, 32, 48] {
+            for kv_dtype in DTYPES {
+                let rows = vec![(1, 1), (1, 37), (5, 20)];
+                let (num_heads, num_kv_heads) = (6, 2);
+                let shape = Case { rows, num_heads, num_kv_heads, head_dim, ..Case::default() };
+                check(&Case { block_size, kv_dtype, ..shape }, head_dim as u64);
+            }
+        }
+    }
+}
+
+#[test]
+fn mixed_rows_over_several_ranges() {
+    let rows = vec![(1, 700), (70, 300), (0, 9), (33, 33), (1, 256), (1, 257), (2, 512), (17, 530)];
+    for dtype in DTYPES {
+        for (num_heads, num_kv_heads) in [(9, 3), (4, 4), (14, 2), (7, 1)] {
+            let shape = Case { rows: rows.clone(), num_heads, num_kv_heads, ..Case::default() };
+            check(&Case { dtype, kv_dtype: DType::Bf16, ..shape.clone() }, 7);
+            check(&Case { dtype, block_size: 8, ..shape }, 8);
+        }
+    }
+}
+
+#[test]
+fn more_heads_in_a_group_than_rows_in_a_tile() {
+    let shape = Case { rows: vec![(3, 300), (1, 5)], num_heads: 71, ..Case::default() };
+    check(&Case { head_dim: 8, ..shape }, 3);
+}
+
+#[test]
+fn windows() {
+    for window in [1, 2, 7, 16, 63, 255, 256, 257, 600] {
+        for block_size in [8, 16] {
+            let rows = vec![(1, 700), (40, 640), (300, 300), (1, 3)];
+            let shape =
+                Case { rows, num_heads: 4, num_kv_heads: 2, head_dim: 32, ..Case::default() };
+            check(&Case { block_size, window, ..shape }, window as u64);
+        }
+    }
+}
+
+#[test]
+fn softcap() {
+    for softcap in [0.5, 5.0, 50.0] {
+        let rows = vec![(1, 300), (20, 40)];
+        check(&Case { rows, num_heads: 4, num_kv_heads: 2, softcap, ..Case::default() }, 5);
+    }
+}
+
+#[test]
+fn no_rows_and_padding_rows() {
+    check(&Case { rows: vec![], ..Case::default() }, 0);
+    check(&Case { rows: vec![(0, 0), (0, 5)], ..Case::default() }, 0);
+    check(&Case { rows: vec![(2, 0), (1, 5), (1, 0)], ..Case::default() }, 0);
+}
+
+/// A row whose own numbers are NaN says so, and the others do not notice.
+#[test]
+fn nan_stays_in_its_row() {
+    let mut call = Call::new(&Case { rows: vec![(2, 300), (2, 20)], ..Case::default() }, 1);
+    let clean = call.reference();
+    call.q.set(1, 3, f32::NAN);
+    for pool in pools() {
+        let got = call.run(&pool);
+        for (row, want) in clean.iter().enumerate() {
+            for (col, &want) in want.iter().enumerate() {
+                let value = got.get(row, col);
+                let right =
+                    if row == 1 { value.is_nan() } else { (f64::from(value) - want).abs() < 2e-5 };
+                assert!(right, "{pool:?}: [{row}, {col}] is {value}");
+            }
+        }
+    }
+}
+
+/// `rope_and_write_kv` puts every element where the layout says, and nothing anywhere else.
+#[test]
+fn the_writing_kernel_follows_the_layout() {
+    for (block_size, head_dim) in [(8, 8), (16, 64), (32, 80), (48, 256)] {
+        for kv_dtype in DTYPES {
+            let rows = vec![(0, 1), (0, 75)];
+            let shape = Case { rows, num_kv_heads: 2, num_heads: 2, ..Case::default() };
+            let call = Call::new(&Case { head_dim, block_size, kv_dtype, ..shape }, 2);
+            for pool in pools() {
+                assert!(call.written_by_the_kernel(&pool) == call.cache_bits(), "{:?}", call.case);
+            }
+        }
+    }
+}
+
+fn any_case() -> impl Strategy<Value = Case> {
+    let row = (0usize..40, prop_oneof![1usize..64, 250usize..270, 500usize..600]);
+    let rows = prop::collection::vec(row.prop_map(|(n, len)| (n.min(len), len)), 0..4);
+    let heads = (1usize..4, 1usize..9);
+    let block_size = prop_oneof![Just(8usize), Just(16), Just(32)];
+    let dtype = || prop_oneof![Just(DType::F32), Just(DType::Bf16)];
+    let window = prop_oneof![Just(0usize), 1usize..400];
+    (rows, heads, 1usize..17, block_size, dtype(), dtype(), window).prop_map(
+        |(rows, (num_kv_heads, group), eighths, block_size, dtype, kv_dtype, window)| Case {
+            rows,
+            num_heads: num_kv_heads * group,
+            num_kv_heads,
+            head_dim: eighths * 8,
+            block_size,
+            dtype,
+            kv_dtype,
+            window,
+            softcap: 0.0,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_shape(case in any_case(), seed in 0u64..1000) {
+        check(&case, seed);
+    }
+}
