@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 /// An array of `float32` or bfloat16 (`uint16`), checked to be aligned.
 pub(crate) struct Array<'py> {
     name: &'static str,
-    array: Bound<'py, PyUntypedArray>,
+    numpy: Bound<'py, PyUntypedArray>,
     dtype: DType,
 }
 
@@ -29,7 +29,7 @@ impl<'py> Array<'py> {
             let message = format!("{name}: got {found}, want float32 or uint16 (bfloat16)");
             return Err(PyTypeError::new_err(message));
         };
-        let this = Self { name, array, dtype };
+        let this = Self { name, numpy: array, dtype };
         let address = this.data() as usize;
         if !address.is_multiple_of(dtype.size()) {
             return Err(this.error("an aligned array"));
@@ -48,7 +48,7 @@ impl<'py> Array<'py> {
 
     /// `ValueError`: the argument's name, its shape, and what was wanted.
     pub(crate) fn error(&self, want: &str) -> PyErr {
-        let (shape, strides) = (self.array.shape(), self.array.strides());
+        let (shape, strides) = (self.numpy.shape(), self.numpy.strides());
         let dtype = self.dtype.name();
         PyValueError::new_err(format!(
             "{}: got shape {shape:?} strides {strides:?} {dtype}, want {want}",
@@ -57,7 +57,7 @@ impl<'py> Array<'py> {
     }
 
     pub(crate) fn shape(&self) -> &[usize] {
-        self.array.shape()
+        self.numpy.shape()
     }
 
     pub(crate) fn dtype(&self) -> DType {
@@ -65,7 +65,7 @@ impl<'py> Array<'py> {
     }
 
     pub(crate) fn is_contiguous(&self) -> bool {
-        self.array.is_c_contiguous()
+        self.numpy.is_c_contiguous()
     }
 
     /// The shape, which must have three axes.
@@ -74,8 +74,8 @@ impl<'py> Array<'py> {
     }
 
     fn flags(&self) -> i32 {
-        // SAFETY: the array object is alive while `self.array` holds it.
-        unsafe { (*self.array.as_array_ptr()).fields.flags }
+        // SAFETY: the array object is alive while `self.numpy` holds it.
+        unsafe { (*self.numpy.as_array_ptr()).fields.flags }
     }
 
     pub(crate) fn data(&self) -> *const u8 {
@@ -83,14 +83,14 @@ impl<'py> Array<'py> {
     }
 
     pub(crate) fn data_mut(&self) -> *mut u8 {
-        // SAFETY: the array object is alive while `self.array` holds it.
-        unsafe { (*self.array.as_array_ptr()).fields.data.cast() }
+        // SAFETY: the array object is alive while `self.numpy` holds it.
+        unsafe { (*self.numpy.as_array_ptr()).fields.data.cast() }
     }
 
     /// `(rows, columns, row stride)` in elements. Rows are the first axis (a vector is one row);
     /// the other axes must be contiguous.
     fn rows(&self) -> PyResult<(usize, usize, usize)> {
-        let (shape, strides) = (self.array.shape(), self.array.strides());
+        let (shape, strides) = (self.numpy.shape(), self.numpy.strides());
         let outer = usize::from(shape.len() > 1);
         let want = "at least one axis, contiguous but for the first";
         if shape.is_empty() {
@@ -155,7 +155,7 @@ pub(crate) fn check_overlap(
 
 /// A C-contiguous `int32` array.
 pub(crate) struct Words<'py> {
-    array: Bound<'py, PyUntypedArray>,
+    numpy: Bound<'py, PyUntypedArray>,
 }
 
 impl<'py> Words<'py> {
@@ -175,10 +175,10 @@ impl<'py> Words<'py> {
         if !found.is_equiv_to(&dtype::<i32>(object.py())) {
             return Err(PyTypeError::new_err(format!("{name}: got {found}, want int32")));
         }
-        let this = Self { array };
+        let this = Self { numpy: array };
         let aligned = (this.data() as usize).is_multiple_of(size_of::<i32>());
-        if this.array.ndim() != axes || !this.array.is_c_contiguous() || !aligned {
-            let (shape, strides) = (this.array.shape(), this.array.strides());
+        if this.numpy.ndim() != axes || !this.numpy.is_c_contiguous() || !aligned {
+            let (shape, strides) = (this.numpy.shape(), this.numpy.strides());
             return Err(PyValueError::new_err(format!(
                 "{name}: got shape {shape:?} strides {strides:?}, want {axes} axes, C-contiguous"
             )));
@@ -187,23 +187,23 @@ impl<'py> Words<'py> {
     }
 
     fn data(&self) -> *const i32 {
-        // SAFETY: the array object is alive while `self.array` holds it.
-        unsafe { (*self.array.as_array_ptr()).fields.data.cast() }
+        // SAFETY: the array object is alive while `self.numpy` holds it.
+        unsafe { (*self.numpy.as_array_ptr()).fields.data.cast() }
     }
 
     /// The words, row by row.
     pub(crate) fn slice(&self) -> &[i32] {
-        if self.array.is_empty() {
+        if self.numpy.is_empty() {
             return &[];
         }
         // SAFETY: contiguous, aligned `int32` that the array keeps alive; that nobody writes it
         // during the call is the module's contract with Python.
-        unsafe { std::slice::from_raw_parts(self.data(), self.array.len()) }
+        unsafe { std::slice::from_raw_parts(self.data(), self.numpy.len()) }
     }
 
     /// Length of the last axis.
     pub(crate) fn num_cols(&self) -> usize {
-        self.array.shape().last().copied().unwrap_or(0)
+        self.numpy.shape().last().copied().unwrap_or(0)
     }
 }
 
