@@ -248,8 +248,11 @@ class Engine:
             return self._active.get(self._numbers_in_use.get(request_id, 0))
 
     def _check_params(self, params: SamplingParams) -> None:
-        """What only the model can tell."""
+        """What only the model and the core can tell."""
         bad: list[str] = []
+        max_n = self.core_config["max_num_sequences_per_request"]
+        if params.n > max_n:
+            bad.append(f"n={params.n}: want 1 to {max_n}")
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             beyond = [token for token in getattr(params, name) or () if token >= self.vocab_size]
             if beyond:
