@@ -217,10 +217,13 @@ impl Core {
         else {
             return false;
         };
-        if transfer.num_listed < transfer.places.len() || transfer.outcome.is_some() {
+        let listed = transfer.num_listed == transfer.places.len();
+        // A closed core lists no more: what was listed of a copy is all of it.
+        let closed = self.lifecycle == Lifecycle::Closed;
+        if !(listed || closed) || transfer.outcome.is_some() {
             return false;
         }
-        transfer.outcome = Some(ok);
+        transfer.outcome = Some(ok && listed);
         self.settle_transfers(self.oldest_in_flight());
         self.publish();
         true
@@ -337,7 +340,8 @@ impl Core {
         }
     }
 
-    /// End the copies that no plan has listed; the device may still be at work on the others.
+    /// End the copies of which no plan listed a block. The device may be at work on the others: they
+    /// end when they are completed, those listed in part as failed.
     pub(crate) fn close_transfers(&mut self) {
         for transfer in &mut self.transfers {
             if transfer.num_listed == 0 {

@@ -190,3 +190,17 @@ fn many_copies_are_listed_over_several_steps() {
     assert_eq!(listed, [2, 2, 2, 2], "two a row and step");
     assert_eq!(driver.core.stats().cached, 8);
 }
+
+#[test]
+fn a_copy_listed_in_part_can_be_completed_after_the_end() {
+    let mut driver = Driver::new(CoreConfig { max_num_seqs: 1, ..small() });
+    let tokens: Vec<u32> = (0..16).collect();
+    let fetched = driver.core.fetch(ANY, &tokens, &[9; 8]).expect("room");
+    assert_eq!(driver.plan().num_copies, 2, "of eight");
+    driver.core.close();
+    assert!(driver.core.complete(fetched.ticket, true));
+    assert_eq!(driver.core.stats().held, 8, "a step in flight names them");
+    driver.commit();
+    let stats = driver.core.stats();
+    assert_eq!((stats.held, stats.cached, stats.num_failed_transfers), (0, 0, 1));
+}
