@@ -57,6 +57,8 @@ pub struct Seq {
     pub num_cached: Option<usize>,
     /// The last step with a row of it.
     pub last_row: u64,
+    /// The epoch at that step.
+    pub last_row_epoch: u32,
     /// Most tokens that it may have matched, beside `num_cached`, without a row that shows it.
     pub unseen: usize,
     /// Went ahead of all that came later.
@@ -182,6 +184,7 @@ impl Ledger {
                 epoch: 0,
                 num_cached: None,
                 last_row: 0,
+                last_row_epoch: 0,
                 unseen: 0,
                 aged: false,
                 num_copies: 0,

@@ -208,6 +208,7 @@ impl Sim {
             stayed,
             rows: Vec::new(),
             assigned: Vec::new(),
+            edits: Vec::new(),
             edits_under_flight: Vec::new(),
         };
         let flight = check.run(self.last_step)?;

@@ -35,18 +35,16 @@ impl PlanCheck<'_> {
         let is_long = |remaining: usize| remaining > threshold as usize;
         let budget = u64::from(self.config.max_num_batched_tokens);
         let share = (budget * u64::from(self.config.max_long_prefill_percent) / 100).max(1);
-        let taken: usize = self
-            .rows
-            .iter()
-            .filter(|row| is_long(self.ledger.seqs[row.seq].num_total - row.start))
-            .map(|row| row.tokens.len())
-            .sum();
+        let taken: usize =
+            self.rows.iter().filter(|row| is_long(row.remaining)).map(|row| row.tokens.len()).sum();
         if taken as u64 <= share {
             return Ok(());
         }
         for &seq in &self.stayed {
             let state = &self.ledger.seqs[seq];
-            let Place::Running(slot) = state.place else { continue };
+            if !matches!(state.place, Place::Running(_)) {
+                continue;
+            }
             let Some(remaining) = state.remaining() else { continue };
             let has_row = self.rows.iter().any(|row| row.seq == seq);
             let fills = state.num_total >= state.stream.limit();
@@ -54,7 +52,9 @@ impl PlanCheck<'_> {
             ensure!(
                 has_row || fills || remaining == 0 || is_long(remaining) || waits,
                 "budget",
-                "long prompts take {taken} tokens, their share is {share}; slot {slot} got none"
+                "long prompts take {taken} tokens, their share is {share}; {} with \
+                 {remaining} to go got none",
+                self.ledger.name(seq)
             );
         }
         Ok(())

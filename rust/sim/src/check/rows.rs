@@ -52,7 +52,17 @@ impl PlanCheck<'_> {
                 "rows",
                 "slot {slot}: seq_len {seq_len} after positions {positions:?}"
             );
-            self.rows.push(RowView { slot, seq, tokens, start, seq_len, matched: false });
+            let remaining = self.ledger.seqs[seq].num_total.saturating_sub(start);
+            let rematched_from = None;
+            self.rows.push(RowView {
+                slot,
+                seq,
+                tokens,
+                start,
+                seq_len,
+                remaining,
+                rematched_from,
+            });
         }
         Ok(())
     }
@@ -69,7 +79,7 @@ impl PlanCheck<'_> {
     }
 
     fn check_start(&mut self, row: usize) -> Check {
-        let RowView { seq, start, seq_len, slot, .. } = self.rows[row];
+        let RowView { seq, start, seq_len, .. } = self.rows[row];
         let block_size = self.device.block_size;
         let name = self.ledger.name(seq);
         let scores = self.ledger.scores(seq);
@@ -109,23 +119,30 @@ impl PlanCheck<'_> {
             state.num_scored_planned
         );
         if state.computed.is_some() {
-            // What it matches now was shared after the last reset, whatever it holds itself.
-            for position in from..start {
-                let kv = &self.device.kv[self.device.place(slot, position)?];
-                ensure!(
-                    kv.epoch == self.epoch || kv.step == 0,
-                    "kv content",
-                    "{name} matched position {position} of epoch {}, now is {}",
-                    kv.epoch,
-                    self.epoch
-                );
-            }
+            self.rows[row].rematched_from = Some(from);
             self.trace.push(
                 self.sizes.step.0,
                 Event::Rematch { seq: state.id, from: from as u32, to: start as u32 },
             );
         }
-        self.rows[row].matched = true;
+        Ok(())
+    }
+
+    /// What a running sequence matched since its last row was shared after the resets before that,
+    /// whatever it holds itself.
+    fn check_rematch(&self, row: &RowView) -> Check {
+        let state = &self.ledger.seqs[row.seq];
+        for position in row.rematched_from.unwrap_or(row.start)..row.start {
+            let kv = &self.device.kv[self.device.place(row.slot, position)?];
+            ensure!(
+                kv.epoch >= state.last_row_epoch,
+                "kv content",
+                "{} matched position {position} of epoch {}, want at least {}",
+                self.ledger.name(row.seq),
+                kv.epoch,
+                state.last_row_epoch
+            );
+        }
         Ok(())
     }
 
@@ -276,6 +293,7 @@ impl PlanCheck<'_> {
     pub(crate) fn attend_rows(&mut self) -> Check {
         let step = self.step();
         for row in &self.rows {
+            self.check_rematch(row)?;
             let state = &self.ledger.seqs[row.seq];
             self.device.attend(row.slot, &state.stream, row.seq_len, state.epoch, step)?;
             self.device.rows[row.slot as usize].touched = step;
@@ -290,6 +308,7 @@ impl PlanCheck<'_> {
             let state = &mut self.ledger.seqs[row.seq];
             let take = row.tokens.len();
             state.last_row = step;
+            state.last_row_epoch = self.epoch;
             let first = state.computed.is_none();
             if first && state.num_cached.is_none() {
                 state.num_cached = Some(0);

@@ -54,8 +54,10 @@ pub struct RowView {
     pub start: usize,
     /// Tokens with K and V after the step.
     pub seq_len: usize,
-    /// Whether it goes ahead by prefix match in this step.
-    pub matched: bool,
+    /// Tokens that the sequence had to go, those of this step included.
+    pub remaining: usize,
+    /// Where its sequence stood, if it was running already and has gone ahead by prefix match.
+    pub rematched_from: Option<usize>,
 }
 
 /// A plan under check.
@@ -86,6 +88,8 @@ pub struct PlanCheck<'a> {
     pub rows: Vec<RowView>,
     /// Sequences assigned in this plan.
     pub assigned: Vec<usize>,
+    /// Table entries that this plan changes: slot, index.
+    pub(crate) edits: Vec<(u32, u32)>,
     /// Table edits of blocks that an earlier step in flight names: slot, index, block.
     pub(crate) edits_under_flight: Vec<(u32, usize, usize)>,
 }
@@ -233,6 +237,7 @@ impl PlanCheck<'_> {
         let mut replaced = Vec::new();
         for edit in self.view.table_edits().chunks_exact(TABLE_EDIT_WORDS) {
             let (slot, index, block) = (edit[0] as u32, edit[1] as usize, edit[2] as u32);
+            self.edits.push((slot, index as u32));
             if let Some(before) = self.device.edit(slot, index, block)? {
                 replaced.push((slot, before, block));
             }
@@ -277,10 +282,11 @@ impl PlanCheck<'_> {
                 "copies",
                 "copy of block {source} to {destination}, but no table goes from one to the other"
             );
+            let holders = self.device.holders(destination as usize);
             ensure!(
-                self.device.holders(destination as usize).len() == 1,
+                holders.iter().all(|holder| self.edits.contains(holder)),
                 "copies",
-                "block {destination} is copied onto and stands in several tables"
+                "block {destination} is copied onto, and stands in the tables {holders:?} already"
             );
             let mut num_used = 0;
             if let Some(seq) = owner.and_then(|&(slot, ..)| self.device.rows[slot as usize].owner) {

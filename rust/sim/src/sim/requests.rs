@@ -5,6 +5,7 @@ use fastserve_engine::Lifecycle;
 
 use super::Sim;
 use crate::check::counters::queued;
+use crate::ledger::Place;
 use crate::trace::Event;
 use crate::violation::{Check, ensure};
 
@@ -105,13 +106,16 @@ impl Sim {
     ///
     /// A violation.
     pub fn cut(&mut self, id: SeqId, kept: u32) -> Check {
-        let live = self.ledger.live.contains_key(&id.request.0);
+        let live = self.ledger.find(id.request.0, id.index).is_some();
         let answer = self.inbox.finish(id, FinishReason::Stop, kept);
         ensure!(answer == live, "errors", "finish of {id:?} answers {answer}, live is {live}");
         if let Some(seq) = self.ledger.find(id.request.0, id.index) {
             let abort = self.ledger.record_of(seq).abort_pending;
             let state = &mut self.ledger.seqs[seq];
-            if !state.has_ended() && !abort && state.cut.is_none() {
+            if !matches!(state.place, Place::Unborn | Place::Ended(_))
+                && !abort
+                && state.cut.is_none()
+            {
                 state.cut = Some((FinishReason::Stop, kept));
             }
         }
