@@ -73,12 +73,13 @@ impl ChildTable {
     #[inline]
     pub(crate) fn find_first(&self, hashes: &[u64], found: &mut [Option<BlockId>]) {
         // Where each search starts, before any goes on: these loads wait for memory together, where
-        // the searches, which branch on what they find, would queue.
+        // the searches, which branch on what they find, would queue. Most end there.
         for (&hash, found) in hashes.iter().zip(&mut *found) {
-            *found = self.entries[self.home(tag(hash))].number.map(Number::block);
+            let entry = self.entries[self.home(tag(hash))];
+            *found = entry.number.filter(|_| entry.tag == tag(hash)).map(Number::block);
         }
         for (&hash, found) in hashes.iter().zip(found) {
-            *found = found.and_then(|_| self.find(hash).next());
+            *found = found.or_else(|| self.find(hash).next());
         }
     }
 

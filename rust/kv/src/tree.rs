@@ -233,29 +233,30 @@ impl PrefixTree {
             // A word of every candidate before the whole of any: these loads wait for memory
             // together, where the comparisons below, which branch on what they find, would queue.
             let mut parent = place.tail;
-            for (i, tokens) in blocks.clone().enumerate() {
-                let Some(block) = candidates[i] else { break };
+            for ((tokens, candidate), likely) in blocks.clone().zip(&candidates).zip(&mut likely) {
+                let Some(block) = *candidate else { break };
                 let is_child = self.links[block.index()].parent == Some(Parent::new(parent));
-                likely[i] = is_child & (self.tokens(block, block_size)[0] == tokens[0]);
+                *likely = is_child & (self.tokens(block, block_size)[0] == tokens[0]);
                 parent = Some(block);
             }
-            for (i, tokens) in blocks.enumerate() {
-                let Some(candidate) = candidates[i] else {
-                    return place;
-                };
+            let found = candidates.iter().zip(&likely).zip(&hashes);
+            for (tokens, ((&candidate, &likely), &hash)) in blocks.zip(found) {
+                let Some(candidate) = candidate else { return place };
                 let spans = overlapping(seq.spans, index, tokens);
-                let (parent, namespace, hash) = (place.tail, seq.namespace, hashes[i]);
-                let key = BlockKey { parent, namespace, tokens, spans, hash };
-                let found = if likely[i] && self.holds(candidate, &key) {
+                let is_equal = likely
+                    && same_tokens(self.tokens(candidate, block_size), tokens)
+                    && self.spans.equals(self.links[candidate.index()].spans, spans)
+                    && (place.tail.is_some() || self.namespace(candidate) == seq.namespace);
+                let block = if is_equal {
                     candidate
                 } else {
-                    let Some(other) = self.find(&key) else {
-                        return place;
-                    };
+                    let (parent, namespace) = (place.tail, seq.namespace);
+                    let key = BlockKey { parent, namespace, tokens, spans, hash };
+                    let Some(other) = self.find(&key) else { return place };
                     other
                 };
-                path.push(found);
-                place = Place { tail: Some(found), hash };
+                path.push(block);
+                place = Place { tail: Some(block), hash };
                 index += 1;
             }
         }
@@ -373,12 +374,11 @@ fn significant(tokens: &[Token]) -> &[Token] {
     if planted(Fault::PartialBlockMatched) { &tokens[..tokens.len().div_ceil(2)] } else { tokens }
 }
 
-/// Equality in steps of a fixed size, which the compiler turns into a few wide comparisons.
+/// Equality without branches but the loop's, which the compiler turns into a few wide instructions.
 #[expect(clippy::inline_always, reason = "see match_path")]
 #[inline(always)]
 fn same_tokens(a: &[Token], b: &[Token]) -> bool {
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
-    a.iter().zip(b).all(|(a, b)| a == b) && a_rest.iter().eq(b_rest)
+    a.iter().zip(b).fold(0, |differences, (a, b)| differences | (a ^ b)) == 0
 }
 
 #[cfg(test)]
