@@ -11,7 +11,7 @@ use crate::sim::Sim;
 use crate::violation::{Check, ensure};
 
 /// Calls after which a run that has not ended counts as stuck.
-const MAX_TICKS: u32 = 60_000;
+const MAX_TICKS: u32 = 500_000;
 
 /// How often what goes wrong, in percent of the calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -72,7 +72,10 @@ impl Sim {
     /// A violation.
     pub fn complete(&mut self, at: usize, ok: bool) -> Check {
         let open = &self.tier.open[at];
-        let (ticket, due) = (open.ticket, open.is_listed() && self.core.is_open(open.ticket));
+        let listed = open.is_listed();
+        // A closed core lists no more: what was listed in part can only fail.
+        let all_it_gets = listed || self.core.state() == Lifecycle::Closed;
+        let (ticket, due) = (open.ticket, all_it_gets && self.core.is_open(open.ticket));
         let answer = self.core.complete(ticket, ok);
         ensure!(
             answer == due,
@@ -82,7 +85,7 @@ impl Sim {
         );
         if answer {
             self.trace.push(self.last_step, Event::Complete { ticket: ticket.0, ok });
-            self.tier.complete(at, ok, &mut self.device, self.epoch)?;
+            self.tier.complete(at, ok && listed, &mut self.device, self.epoch)?;
         }
         self.settle()
     }
