@@ -87,9 +87,7 @@ pub(crate) struct Settings {
 pub(crate) fn from_keywords(keywords: &Bound<'_, PyDict>) -> PyResult<Settings> {
     let py = keywords.py();
     if !keywords.contains("num_blocks")? {
-        return Err(PyTypeError::new_err(
-            "Core() needs num_blocks, the size of the block pool",
-        ));
+        return Err(PyTypeError::new_err("Core() needs num_blocks, the size of the block pool"));
     }
     let mut config = CoreConfig::default();
     let mut policy = None;
@@ -106,9 +104,7 @@ pub(crate) fn from_keywords(keywords: &Bound<'_, PyDict>) -> PyResult<Settings> 
             },
         };
         if let Err(want) = taken {
-            let shown = value
-                .repr()
-                .map_or_else(|_| "?".to_owned(), |text| text.to_string());
+            let shown = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
             problems.push(format!("{key}={shown}: want {want}"));
         }
     }
@@ -173,9 +169,7 @@ fn set_groups(value: &Bound<'_, PyAny>, config: &mut CoreConfig) -> Taken {
     if value.is_none() {
         return Ok(());
     }
-    let items = value
-        .extract::<Vec<Bound<'_, PyDict>>>()
-        .map_err(|_| WANT_GROUPS)?;
+    let items = value.extract::<Vec<Bound<'_, PyDict>>>().map_err(|_| WANT_GROUPS)?;
     let groups = items.iter().map(group).collect::<Option<_>>();
     config.groups = groups.ok_or(WANT_GROUPS)?;
     Ok(())

@@ -131,10 +131,7 @@ pub(crate) fn words<'py>(
 /// What an argument is, for a message: a type's name, or an array's dtype, shape and flaws.
 fn kind(value: &Bound<'_, PyAny>) -> String {
     let Ok(array) = value.cast::<PyUntypedArray>() else {
-        return value
-            .get_type()
-            .name()
-            .map_or_else(|_| "this".to_owned(), |name| name.to_string());
+        return value.get_type().name().map_or_else(|_| "this".to_owned(), |name| name.to_string());
     };
     let writable = value
         .getattr("flags")
@@ -146,9 +143,5 @@ fn kind(value: &Bound<'_, PyAny>) -> String {
         (false, true) => "a strided",
         (false, false) => "a strided read-only",
     };
-    format!(
-        "{flaws} array of {} with shape {:?}",
-        array.dtype(),
-        array.shape()
-    )
+    format!("{flaws} array of {} with shape {:?}", array.dtype(), array.shape())
 }

@@ -110,11 +110,7 @@ impl Core {
         let core = made.map_err(|error| errors::config_error(py, error))?;
         let rows = core.config().max_num_seqs as usize;
         let columns = core.config().max_blocks_per_seq() as usize;
-        assert_eq!(
-            core.block_tables().len(),
-            rows * columns,
-            "block tables have their shape"
-        );
+        assert_eq!(core.block_tables().len(), rows * columns, "block tables have their shape");
         Ok(Self {
             spares: Arc::new(Spares::new(rows)),
             tables: (rows, columns, core.block_tables().as_ptr().addr()),
@@ -163,11 +159,7 @@ impl Core {
         let (rows, columns, address) = this.get().tables;
         this.get().with(this.py(), |core| {
             let tables = core.block_tables();
-            assert_eq!(
-                tables.as_ptr().addr(),
-                address,
-                "block tables have not moved"
-            );
+            assert_eq!(tables.as_ptr().addr(), address, "block tables have not moved");
             let tables =
                 ArrayView2::from_shape((rows, columns), tables).expect("shape was checked");
             // SAFETY: the core keeps the tables at one address as long as it lives (checked above),
@@ -190,9 +182,7 @@ impl Core {
 
     /// A handle for the other threads.
     fn inbox(&self, py: Python<'_>) -> PyResult<Inbox> {
-        self.with(py, |core| {
-            Inbox::new(core.inbox(), self.health.clone(), core.config())
-        })
+        self.with(py, |core| Inbox::new(core.inbox(), self.health.clone(), core.config()))
     }
 
     /// Write the next step's plan into `arena` and return its sizes.
@@ -205,9 +195,7 @@ impl Core {
         let mut arena = convert::words_mut("arena", arena)?;
         let words = arena.as_slice_mut()?;
         let sizes = self.with(py, |core| core.plan(now, words))?;
-        sizes
-            .map(PlanSizes::from)
-            .map_err(|error| errors::step_error(py, &error))
+        sizes.map(PlanSizes::from).map_err(|error| errors::step_error(py, &error))
     }
 
     /// Give the results of the oldest step in flight and take what it has to say.
@@ -224,10 +212,7 @@ impl Core {
     ) -> PyResult<StepOutputs> {
         let counts = convert::words("counts", counts)?;
         let tokens = convert::words("tokens", tokens)?;
-        let results = Results {
-            counts: counts.as_slice()?,
-            tokens: tokens.as_slice()?,
-        };
+        let results = Results { counts: counts.as_slice()?, tokens: tokens.as_slice()? };
         self.with_outputs(py, |core| core.commit(StepId(step), now, results))
     }
 
@@ -309,9 +294,7 @@ impl Core {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.policy
-            .as_ref()
-            .map_or(Ok(()), |policy| policy.traverse(&visit))
+        self.policy.as_ref().map_or(Ok(()), |policy| policy.traverse(&visit))
     }
 
     fn __clear__(&self) {

@@ -72,10 +72,7 @@ fn exception<'py>(
 ) -> PyResult<Bound<'py, PyType>> {
     namespace.set_item("__module__", "fastserve._core")?;
     namespace.set_item("__doc__", doc)?;
-    let class = base
-        .py()
-        .get_type::<PyType>()
-        .call1((name, (base, builtin), namespace))?;
+    let class = base.py().get_type::<PyType>().call1((name, (base, builtin), namespace))?;
     Ok(class.cast_into::<PyType>()?)
 }
 
@@ -85,10 +82,7 @@ fn raise<'py>(
     class: &PyOnceLock<Py<PyType>>,
     arguments: impl pyo3::call::PyCallArgs<'py>,
 ) -> PyErr {
-    let class = class
-        .get(py)
-        .expect("register() runs when the module is imported")
-        .bind(py);
+    let class = class.get(py).expect("register() runs when the module is imported").bind(py);
     match class.call1(arguments) {
         Ok(error) => PyErr::from_value(error),
         Err(error) => error,
@@ -104,9 +98,8 @@ pub(crate) fn request_error(py: Python<'_>, error: &RequestError) -> PyErr {
 pub(crate) fn refusal(py: Python<'_>, message: &str, code: &str, http_status: u16) -> PyErr {
     let error = raise(py, &REQUEST_ERROR, (message,));
     let value = error.value(py);
-    let named = value
-        .setattr("code", code)
-        .and_then(|()| value.setattr("http_status", http_status));
+    let named =
+        value.setattr("code", code).and_then(|()| value.setattr("http_status", http_status));
     named.map_or_else(|failed| failed, |()| error)
 }
 
@@ -117,12 +110,7 @@ pub(crate) fn out_of_range(
     value: &Bound<'_, PyAny>,
     want: &str,
 ) -> PyErr {
-    refusal(
-        py,
-        &format!("{name}={value}: want {want}"),
-        "out_of_range",
-        400,
-    )
+    refusal(py, &format!("{name}={value}: want {want}"), "out_of_range", 400)
 }
 
 /// A bad configuration: every bad field at once.

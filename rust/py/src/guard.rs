@@ -63,11 +63,7 @@ impl Health {
     /// Call into the core, or raise `CoreBug`: for the panic that happens now, or the earlier one.
     pub(crate) fn guarded<T>(&self, py: Python<'_>, call: impl FnOnce() -> T) -> PyResult<T> {
         if let Some(bug) = self.bug() {
-            return Err(errors::core_bug(
-                py,
-                &format!("this Core stopped at a bug: {bug}"),
-                None,
-            ));
+            return Err(errors::core_bug(py, &format!("this Core stopped at a bug: {bug}"), None));
         }
         let watch = Watch::set(Some(self.clone()));
         let caught = panic::catch_unwind(AssertUnwindSafe(call));
@@ -99,10 +95,7 @@ pub(crate) fn install_hook() {
     INSTALLED.call_once(|| {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            let watched = WATCHED
-                .try_with(|watched| watched.borrow().clone())
-                .ok()
-                .flatten();
+            let watched = WATCHED.try_with(|watched| watched.borrow().clone()).ok().flatten();
             match watched {
                 Some(health) => drop(health.bug.set(describe(info))),
                 None => before(info),
@@ -113,10 +106,7 @@ pub(crate) fn install_hook() {
 
 fn describe(info: &PanicHookInfo<'_>) -> Bug {
     let payload = info.payload();
-    let message = match (
-        payload.downcast_ref::<&str>(),
-        payload.downcast_ref::<String>(),
-    ) {
+    let message = match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
         (Some(text), _) => text,
         (None, Some(text)) => text.as_str(),
         (None, None) => "a panic without a message",
@@ -127,8 +117,5 @@ fn describe(info: &PanicHookInfo<'_>) -> Bug {
     }
     let backtrace = Backtrace::capture();
     let captured = backtrace.status() == BacktraceStatus::Captured;
-    Bug {
-        text,
-        backtrace: captured.then(|| backtrace.to_string()),
-    }
+    Bug { text, backtrace: captured.then(|| backtrace.to_string()) }
 }

@@ -21,11 +21,7 @@ pub(crate) struct Inbox {
 
 impl Inbox {
     pub(crate) fn new(engine: EngineInbox, health: Health, config: &CoreConfig) -> Self {
-        Self {
-            engine,
-            health,
-            vocab_size: config.vocab_size,
-        }
+        Self { engine, health, vocab_size: config.vocab_size }
     }
 
     fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&EngineInbox) -> T) -> PyResult<T> {
@@ -62,10 +58,7 @@ impl Inbox {
             stop_token_ids=(), num_sequences=1, priority=0, score_prompt=False, namespace=0, \
             adapter=0, spans=(), sampling=None)"
     )]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "they are Python keywords, named at every call"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "they are Python keywords, named at every call")]
     fn submit(
         &self,
         py: Python<'_>,
@@ -138,18 +131,13 @@ impl Inbox {
         reason: &str,
         num_tokens_kept: u32,
     ) -> PyResult<bool> {
-        let reason = FINISH_REASONS
-            .into_iter()
-            .find(|known| known.name() == reason)
-            .ok_or_else(|| {
+        let reason =
+            FINISH_REASONS.into_iter().find(|known| known.name() == reason).ok_or_else(|| {
                 PyValueError::new_err(format!(
                     "reason='{reason}': want 'stop', 'length', 'abort' or 'error'"
                 ))
             })?;
-        let seq = SeqId {
-            request: RequestId(request_id),
-            index,
-        };
+        let seq = SeqId { request: RequestId(request_id), index };
         self.with(py, |inbox| inbox.finish(seq, reason, num_tokens_kept))
     }
 
@@ -200,9 +188,5 @@ impl Inbox {
 }
 
 /// Every finish reason; its code is what `StepOutputs.finish_reasons` carries.
-pub(crate) const FINISH_REASONS: [FinishReason; 4] = [
-    FinishReason::Stop,
-    FinishReason::Length,
-    FinishReason::Abort,
-    FinishReason::Error,
-];
+pub(crate) const FINISH_REASONS: [FinishReason; 4] =
+    [FinishReason::Stop, FinishReason::Length, FinishReason::Abort, FinishReason::Error];

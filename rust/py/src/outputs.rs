@@ -61,17 +61,12 @@ impl Spares {
     const MAX_NUM_KEPT: usize = 4;
 
     pub(crate) fn new(num_entries: usize) -> Self {
-        Self {
-            vectors: Mutex::new(Vec::with_capacity(Self::MAX_NUM_KEPT)),
-            num_entries,
-        }
+        Self { vectors: Mutex::new(Vec::with_capacity(Self::MAX_NUM_KEPT)), num_entries }
     }
 
     pub(crate) fn take(&self) -> CoreOutputs {
         let mut vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
-        vectors
-            .pop()
-            .unwrap_or_else(|| CoreOutputs::with_capacity(self.num_entries))
+        vectors.pop().unwrap_or_else(|| CoreOutputs::with_capacity(self.num_entries))
     }
 
     fn give(&self, outputs: CoreOutputs) {
@@ -189,12 +184,7 @@ impl StepOutputs {
     }
 
     fn __repr__(&self) -> String {
-        let num_finished = self
-            .outputs
-            .finish_reasons
-            .iter()
-            .filter(|&&code| code != 0)
-            .count();
+        let num_finished = self.outputs.finish_reasons.iter().filter(|&&code| code != 0).count();
         format!(
             "<StepOutputs of {} sequences: {} tokens, {num_finished} finished>",
             self.outputs.len(),
@@ -291,13 +281,7 @@ pub(crate) fn block_event_dict<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     match *event {
-        BlockEvent::Stored {
-            block,
-            hash,
-            parent,
-            namespace,
-            tier,
-        } => {
+        BlockEvent::Stored { block, hash, parent, namespace, tier } => {
             dict.set_item("kind", "stored")?;
             dict.set_item("block", block.0)?;
             dict.set_item("hash", hash.0)?;

@@ -66,10 +66,7 @@ struct Failure {
 
 impl PythonPolicy {
     pub(crate) fn new(callable: Py<PyAny>) -> Self {
-        Self {
-            callable: Arc::new(Mutex::new(Some(callable))),
-            failures: Arc::default(),
-        }
+        Self { callable: Arc::new(Mutex::new(Some(callable))), failures: Arc::default() }
     }
 
     /// The callable itself, for `Core.config`. `None` once collected.
@@ -88,11 +85,7 @@ impl PythonPolicy {
 
     /// Break a cycle through the callable.
     pub(crate) fn clear(&self) {
-        let callable = self
-            .callable
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let callable = self.callable.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(callable);
     }
 
@@ -105,9 +98,7 @@ impl PythonPolicy {
         for Failure { candidate, error } in failures {
             if error.is_instance_of::<PyKeyboardInterrupt>(py) {
                 // Ctrl-C came while the policy ran. Let it come again, outside the core.
-                let again = py
-                    .import("_thread")
-                    .and_then(|it| it.call_method0("interrupt_main"));
+                let again = py.import("_thread").and_then(|it| it.call_method0("interrupt_main"));
                 again.map_or_else(|error| error.write_unraisable(py, None), drop);
                 continue;
             }
@@ -127,10 +118,7 @@ impl PythonPolicy {
 
     fn call(&self, py: Python<'_>, candidate: &CoreCandidate) -> PyResult<i64> {
         match self.callable(py) {
-            Some(callable) => callable
-                .bind(py)
-                .call1((Candidate::from(candidate),))?
-                .extract(),
+            Some(callable) => callable.bind(py).call1((Candidate::from(candidate),))?.extract(),
             None => Ok(0),
         }
     }
@@ -145,10 +133,7 @@ impl Policy for PythonPolicy {
         let ranked = guard::unguarded(|| Python::attach(|py| self.call(py, candidate)));
         ranked.unwrap_or_else(|error| {
             let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
-            failures.push(Failure {
-                candidate: *candidate,
-                error,
-            });
+            failures.push(Failure { candidate: *candidate, error });
             0
         })
     }

@@ -27,9 +27,7 @@ impl TokenTable {
     #[pyo3(signature = (tokens, special_ids = Vec::new()))]
     fn new(tokens: Vec<Bound<'_, PyBytes>>, special_ids: Vec<u32>) -> Self {
         let bytes = tokens.iter().map(PyBytesMethods::as_bytes);
-        Self {
-            table: Arc::new(CoreTokenTable::new(bytes, &special_ids)),
-        }
+        Self { table: Arc::new(CoreTokenTable::new(bytes, &special_ids)) }
     }
 
     fn __len__(&self) -> usize {
@@ -82,9 +80,7 @@ impl StopStrings {
     fn new(strings: Vec<String>) -> PyResult<Self> {
         let stops = CoreStopStrings::new(&strings)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        Ok(Self {
-            stops: Arc::new(stops),
-        })
+        Ok(Self { stops: Arc::new(stops) })
     }
 }
 
@@ -121,9 +117,7 @@ impl Detokenizer {
             strip_leading_space,
         };
         let stops = stops.map_or_else(Arc::default, |stops| Arc::clone(&stops.stops));
-        Self {
-            detokenizer: CoreDetokenizer::new(Arc::clone(&table.table), stops, options),
-        }
+        Self { detokenizer: CoreDetokenizer::new(Arc::clone(&table.table), stops, options) }
     }
 
     /// Take `tokens` and return `(delta, stop index or None, num_tokens_kept)`.
@@ -132,11 +126,7 @@ impl Detokenizer {
     fn push(&mut self, tokens: &Bound<'_, PyAny>) -> PyResult<(String, Option<usize>, usize)> {
         let mut delta = String::new();
         let stop = self.detokenizer.push(&token_ids(tokens)?, &mut delta);
-        Ok((
-            delta,
-            stop.map(|stop| stop.index),
-            self.detokenizer.num_tokens_kept(),
-        ))
+        Ok((delta, stop.map(|stop| stop.index), self.detokenizer.num_tokens_kept()))
     }
 
     /// Release what was held back: the sequence is over.
@@ -152,10 +142,7 @@ fn token_ids(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if let Ok(array) = tokens.extract::<PyReadonlyArray1<'_, i32>>() {
         let negative = |_| PyOverflowError::new_err("token ids are never negative");
         let ids = array.as_array();
-        return ids
-            .iter()
-            .map(|&id| u32::try_from(id).map_err(negative))
-            .collect();
+        return ids.iter().map(|&id| u32::try_from(id).map_err(negative)).collect();
     }
     tokens.extract()
 }
@@ -169,9 +156,5 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     text.add("MAX_NUM_STOP_STRINGS", fastserve_text::MAX_NUM_STOP_STRINGS)?;
     parent.add_submodule(&text)?;
     // `import fastserve._core.text` works only for modules that are listed.
-    parent
-        .py()
-        .import("sys")?
-        .getattr("modules")?
-        .set_item("fastserve._core.text", &text)
+    parent.py().import("sys")?.getattr("modules")?.set_item("fastserve._core.text", &text)
 }

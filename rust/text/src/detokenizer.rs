@@ -129,8 +129,7 @@ impl Detokenizer {
 
     /// Tokens pushed so far; after a match, those that are kept.
     pub fn num_tokens_kept(&self) -> usize {
-        self.stopped
-            .map_or(self.num_tokens, |stop| stop.num_tokens_kept)
+        self.stopped.map_or(self.num_tokens, |stop| stop.num_tokens_kept)
     }
 
     fn push_bytes(&mut self, mut bytes: &[u8], delta: &mut String) {
@@ -157,10 +156,7 @@ impl Detokenizer {
                 Ok(text) => (text, None),
                 Err(error) => {
                     let (valid, _) = bytes.split_at(error.valid_up_to());
-                    (
-                        std::str::from_utf8(valid).unwrap_or_default(),
-                        Some(error.error_len()),
-                    )
+                    (std::str::from_utf8(valid).unwrap_or_default(), Some(error.error_len()))
                 }
             };
             bytes = &bytes[text.len()..];
@@ -179,11 +175,7 @@ impl Detokenizer {
                 Some(Some(length)) => {
                     // Old bytes are the beginning of a character. Where they turn out not to be one,
                     // the replacement ends where they end: it is the earlier token's.
-                    let token = if num_old == 0 {
-                        self.num_tokens
-                    } else {
-                        self.pending_token
-                    };
+                    let token = if num_old == 0 { self.num_tokens } else { self.pending_token };
                     num_old = 0;
                     bytes = &bytes[length..];
                     if self.stopped.is_none() {
@@ -208,18 +200,11 @@ impl Detokenizer {
                 continue;
             }
             if let Some((index, length)) = self.stops.matched(self.state) {
-                let cut = if self.options.include_stop_str_in_output {
-                    end
-                } else {
-                    end - length
-                };
+                let cut = if self.options.include_stop_str_in_output { end } else { end - length };
                 delta.push_str(&self.held[..cut]);
                 self.held.clear();
                 self.pending.clear();
-                self.stopped = Some(StopMatch {
-                    index,
-                    num_tokens_kept: token,
-                });
+                self.stopped = Some(StopMatch { index, num_tokens_kept: token });
                 return;
             }
         }
@@ -235,11 +220,7 @@ mod tests {
 
     fn detokenizer(tokens: &[&[u8]], stops: &[&str], options: DetokenizerOptions) -> Detokenizer {
         let table = TokenTable::new(tokens.iter().copied(), &[]);
-        Detokenizer::new(
-            Arc::new(table),
-            Arc::new(StopStrings::new(stops).unwrap()),
-            options,
-        )
+        Detokenizer::new(Arc::new(table), Arc::new(StopStrings::new(stops).unwrap()), options)
     }
 
     /// The delta of each token pushed alone, the delta of `finish`, and the match.
@@ -259,35 +240,23 @@ mod tests {
 
     #[test]
     fn a_character_waits_for_its_last_byte() {
-        let mut emoji = detokenizer(
-            &[b"a\xf0", b"\x9f\x98", b"\x80b"],
-            &[],
-            DetokenizerOptions::default(),
-        );
+        let mut emoji =
+            detokenizer(&[b"a\xf0", b"\x9f\x98", b"\x80b"], &[], DetokenizerOptions::default());
         assert_eq!(deltas(&mut emoji, 3).0, ["a", "", "😀b", ""]);
     }
 
     #[test]
     fn broken_characters_become_one_replacement_each() {
         // E2 82 is two thirds of '€', FF is nothing, F0 9F is half of an emoji at the end.
-        let mut broken = detokenizer(
-            &[b"\xe2\x82", b"(\xff", b"\xf0\x9f"],
-            &[],
-            DetokenizerOptions::default(),
-        );
-        assert_eq!(
-            deltas(&mut broken, 3).0,
-            ["", "\u{fffd}(\u{fffd}", "", "\u{fffd}"]
-        );
+        let mut broken =
+            detokenizer(&[b"\xe2\x82", b"(\xff", b"\xf0\x9f"], &[], DetokenizerOptions::default());
+        assert_eq!(deltas(&mut broken, 3).0, ["", "\u{fffd}(\u{fffd}", "", "\u{fffd}"]);
     }
 
     #[test]
     fn held_text_comes_out_when_it_turns_out_harmless_and_at_the_end() {
-        let mut held = detokenizer(
-            &[b"a<", b"/", b"b<", b"/s"],
-            &["</s>"],
-            DetokenizerOptions::default(),
-        );
+        let mut held =
+            detokenizer(&[b"a<", b"/", b"b<", b"/s"], &["</s>"], DetokenizerOptions::default());
         assert_eq!(deltas(&mut held, 4).0, ["a", "", "</b", "", "</s"]);
     }
 
@@ -297,66 +266,39 @@ mod tests {
         let mut cut = detokenizer(&tokens, &["\n\nUser:"], DetokenizerOptions::default());
         let (text, stop) = deltas(&mut cut, 4);
         assert_eq!(text, ["one", "", "", "", ""]);
-        assert_eq!(
-            stop,
-            Some(StopMatch {
-                index: 0,
-                num_tokens_kept: 3
-            })
-        );
+        assert_eq!(stop, Some(StopMatch { index: 0, num_tokens_kept: 3 }));
         assert_eq!(cut.num_tokens_kept(), 3);
 
-        let options = DetokenizerOptions {
-            include_stop_str_in_output: true,
-            ..Default::default()
-        };
+        let options = DetokenizerOptions { include_stop_str_in_output: true, ..Default::default() };
         let mut kept = detokenizer(&tokens, &["\n\nUser:"], options);
         assert_eq!(deltas(&mut kept, 4).0, ["one", "", "\n\nUser:", "", ""]);
     }
 
     #[test]
     fn a_replacement_belongs_to_the_token_whose_bytes_it_replaces() {
-        let mut stop = detokenizer(
-            &[b"a", b"\xe2", b"b"],
-            &["\u{fffd}"],
-            DetokenizerOptions::default(),
-        );
+        let mut stop =
+            detokenizer(&[b"a", b"\xe2", b"b"], &["\u{fffd}"], DetokenizerOptions::default());
         assert_eq!(
             deltas(&mut stop, 3),
             (
                 vec!["a".into(), String::new(), String::new(), String::new()],
-                Some(StopMatch {
-                    index: 0,
-                    num_tokens_kept: 2
-                })
+                Some(StopMatch { index: 0, num_tokens_kept: 2 })
             )
         );
     }
 
     #[test]
     fn before_min_tokens_a_stop_string_is_text() {
-        let options = DetokenizerOptions {
-            min_tokens: 2,
-            ..Default::default()
-        };
+        let options = DetokenizerOptions { min_tokens: 2, ..Default::default() };
         let mut late = detokenizer(&[b"a.", b"b.", b"c.", b"d."], &["."], options);
         let (text, stop) = deltas(&mut late, 4);
         assert_eq!(text.concat(), "a.b.c");
-        assert_eq!(
-            stop,
-            Some(StopMatch {
-                index: 0,
-                num_tokens_kept: 3
-            })
-        );
+        assert_eq!(stop, Some(StopMatch { index: 0, num_tokens_kept: 3 }));
     }
 
     #[test]
     fn one_leading_space_is_stripped_and_only_at_the_start() {
-        let options = DetokenizerOptions {
-            strip_leading_space: true,
-            ..Default::default()
-        };
+        let options = DetokenizerOptions { strip_leading_space: true, ..Default::default() };
         let mut spaced = detokenizer(&[b"", b"  a", b" b"], &[], options);
         assert_eq!(deltas(&mut spaced, 3).0, ["", " a", " b", ""]);
     }

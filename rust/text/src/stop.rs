@@ -61,10 +61,7 @@ pub(crate) struct State(u32);
 impl Default for StopStrings {
     /// No stop strings.
     fn default() -> Self {
-        let mut stops = Self {
-            nodes: Vec::new(),
-            lengths: Vec::new(),
-        };
+        let mut stops = Self { nodes: Vec::new(), lengths: Vec::new() };
         stops.add_node(0, 0);
         stops
     }
@@ -84,10 +81,7 @@ impl StopStrings {
             return Err(StopError::Empty { index });
         }
         let lengths = strings.iter().map(|string| string.as_ref().len()).collect();
-        let mut stops = Self {
-            nodes: Vec::new(),
-            lengths,
-        };
+        let mut stops = Self { nodes: Vec::new(), lengths };
         stops.add_node(0, 0);
         for (index, string) in strings.iter().enumerate() {
             stops.insert(index as u32, string.as_ref().as_bytes());
@@ -170,12 +164,7 @@ impl StopStrings {
             for node in level {
                 let mut child = self.nodes[node as usize].first_child;
                 while child != NONE {
-                    let Node {
-                        byte,
-                        next_sibling,
-                        pattern,
-                        ..
-                    } = self.nodes[child as usize];
+                    let Node { byte, next_sibling, pattern, .. } = self.nodes[child as usize];
                     if node != ROOT {
                         let State(fail) = self.next(State(self.nodes[node as usize].fail), byte);
                         self.nodes[child as usize].fail = fail;
@@ -211,10 +200,7 @@ mod tests {
     #[test]
     fn the_textbook_example() {
         // Aho and Corasick's own: "he" and "she" end together, the longer one is named.
-        assert_eq!(
-            matches(&["he", "she", "his", "hers"], "ushers"),
-            [(4, 1), (6, 3)]
-        );
+        assert_eq!(matches(&["he", "she", "his", "hers"], "ushers"), [(4, 1), (6, 3)]);
     }
 
     #[test]

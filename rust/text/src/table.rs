@@ -28,11 +28,7 @@ impl TokenTable {
                 *flag = true;
             }
         }
-        Self {
-            bytes,
-            ends,
-            is_special,
-        }
+        Self { bytes, ends, is_special }
     }
 
     /// Tokens in the table.
@@ -60,10 +56,7 @@ impl TokenTable {
 
     /// Whether `token` is special (marks structure, such as the end of a turn).
     pub fn is_special(&self, token: u32) -> bool {
-        self.is_special
-            .get(token as usize)
-            .copied()
-            .unwrap_or(false)
+        self.is_special.get(token as usize).copied().unwrap_or(false)
     }
 }
 

@@ -36,11 +36,7 @@ fn model(tokens: &[u32], stops: &[String], options: DetokenizerOptions) -> Answe
     let mut bytes: Vec<(u8, usize)> = (1..)
         .zip(tokens)
         .filter(|&(_, &token)| !(options.skip_special_tokens && token == SPECIAL))
-        .flat_map(|(number, &token)| {
-            PIECES[token as usize]
-                .iter()
-                .map(move |&byte| (byte, number))
-        })
+        .flat_map(|(number, &token)| PIECES[token as usize].iter().map(move |&byte| (byte, number)))
         .collect();
     if options.strip_leading_space && bytes.first().is_some_and(|&(byte, _)| byte == b' ') {
         bytes.remove(0);
@@ -65,10 +61,7 @@ fn model(tokens: &[u32], stops: &[String], options: DetokenizerOptions) -> Answe
 
     let text: String = characters.iter().map(|&(character, _)| character).collect();
     for num in 1..=whole {
-        let so_far: String = characters[..num]
-            .iter()
-            .map(|&(character, _)| character)
-            .collect();
+        let so_far: String = characters[..num].iter().map(|&(character, _)| character).collect();
         let token = characters[num - 1].1;
         let longest = stops
             .iter()
@@ -76,15 +69,8 @@ fn model(tokens: &[u32], stops: &[String], options: DetokenizerOptions) -> Answe
             .filter(|(_, stop)| token > options.min_tokens && so_far.ends_with(stop.as_str()))
             .max_by_key(|&(index, stop)| (stop.len(), usize::MAX - index));
         if let Some((index, stop)) = longest {
-            let kept = if options.include_stop_str_in_output {
-                0
-            } else {
-                stop.len()
-            };
-            return (
-                so_far[..so_far.len() - kept].to_owned(),
-                Some((index, token)),
-            );
+            let kept = if options.include_stop_str_in_output { 0 } else { stop.len() };
+            return (so_far[..so_far.len() - kept].to_owned(), Some((index, token)));
         }
     }
     (text, None)
@@ -105,11 +91,7 @@ fn ends_inside_a_character(raw: &[u8]) -> bool {
 fn longest_beginning(text: &str, stops: &[String]) -> usize {
     stops
         .iter()
-        .flat_map(|stop| {
-            stop.char_indices()
-                .map(|(at, _)| &stop[..at])
-                .chain([stop.as_str()])
-        })
+        .flat_map(|stop| stop.char_indices().map(|(at, _)| &stop[..at]).chain([stop.as_str()]))
         .filter(|beginning| text.ends_with(beginning))
         .map(str::len)
         .max()
@@ -136,11 +118,7 @@ fn options() -> impl Strategy<Value = DetokenizerOptions> {
 
 fn detokenizer(stops: &[String], options: DetokenizerOptions) -> Detokenizer {
     let table = TokenTable::new(PIECES, &[SPECIAL]);
-    Detokenizer::new(
-        Arc::new(table),
-        Arc::new(StopStrings::new(stops).unwrap()),
-        options,
-    )
+    Detokenizer::new(Arc::new(table), Arc::new(StopStrings::new(stops).unwrap()), options)
 }
 
 proptest! {
