@@ -3,6 +3,10 @@
 //! Each keeps a block of R rows × N vectors in registers. A score is one chain over the dimensions
 //! in ascending order from zero; a sum of values is one chain over the keys in ascending order from
 //! what it was. The shape of a block decides what runs side by side, and no result.
+//!
+//! With few rows the memory is the limit, and it should never be idle. Blocks lie anywhere, so the
+//! machine's own prefetching finds no pattern. While scores are computed the values of the same
+//! keys are asked for, and while values are added up the keys of the next range.
 
 #![expect(
     clippy::needless_range_loop,
@@ -13,6 +17,10 @@ use super::cached::{Cached, OCTET};
 use super::scratch::STRIDE;
 use crate::simd::{Kernel, LANES, Simd};
 
+/// Most rows for which memory is asked for ahead: those of one token. With more, a tile is a chunk
+/// of a prompt, and computes for longer than it reads.
+const MAX_ROWS_TO_PREFETCH: usize = 4;
+
 /// Scores of `rows` query rows against `num_vectors` × 16 keys.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scores<C> {
@@ -20,6 +28,8 @@ pub(super) struct Scores<C> {
     pub(super) q: *const f32,
     pub(super) rows: usize,
     pub(super) head_dim: usize,
+    /// Tokens in a block, which is how far a key's value is from it.
+    pub(super) block_size: usize,
     /// Octet pointers of the keys, two for each vector.
     pub(super) octets: *const *const C,
     /// Keys side by side in the cache: 8 or 16.
@@ -38,6 +48,8 @@ pub(super) struct Values<C> {
     pub(super) head_dim: usize,
     /// Octet pointers of the values, from key 0 of the range.
     pub(super) octets: *const *const C,
+    /// Pointers to memory to ask for, as long as the octets.
+    pub(super) next: *const *const C,
     pub(super) from: usize,
     pub(super) to: usize,
     /// Sums of the first row, all dimensions; rows are [`STRIDE`] apart.
@@ -83,6 +95,15 @@ pub(super) const fn max_rows<S: Simd>() -> usize {
     if S::IS_PLAIN { 2 } else { 6 }
 }
 
+/// Ask for the sixteen pairs at `at`: one line, or two lines `apart` elements apart.
+#[inline(always)]
+fn fetch<S: Simd, C: Cached>(s: S, at: *const C, apart: usize) {
+    s.prefetch(at.cast());
+    if C::KEY_STEP == 1 {
+        s.prefetch(at.wrapping_add(apart).cast());
+    }
+}
+
 impl<C: Cached> Scores<C> {
     /// Compute them. `SPLIT`: the cache holds keys in groups of eight.
     ///
@@ -118,22 +139,38 @@ impl<C: Cached, const R: usize, const N: usize, const SPLIT: bool> Kernel
 {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, _item: usize) {
-        let Scores { q, head_dim, octets, group, out, .. } = self.0;
+        let Scores { q, head_dim, block_size, octets, group, out, .. } = self.0;
         let mut sums = [[s.splat(0.0); N]; R];
         let mut dim = 0;
         while dim < head_dim {
-            for n in 0..N {
-                // SAFETY: the promise of `Scores::compute`; `head_dim` is even.
-                unsafe {
-                    let keys = C::keys::<S, SPLIT>(s, octets.add(2 * n), group, dim);
-                    for r in 0..R {
-                        let x = s.splat(q.add(r * STRIDE + dim).read());
-                        sums[r][n] = s.fma(x, keys.0, sums[r][n]);
+            // SAFETY: the promise of `Scores::compute`; `head_dim` is even.
+            unsafe {
+                let mut keys = [s.splat(0.0); N];
+                for n in 0..N {
+                    keys[n] = C::keys::<S, SPLIT>(s, octets.add(2 * n), group, dim).0;
+                }
+                for r in 0..R {
+                    let x = s.splat(q.add(r * STRIDE + dim).read());
+                    for n in 0..N {
+                        sums[r][n] = s.fma(x, keys[n], sums[r][n]);
                     }
-                    for r in 0..R {
-                        let x = s.splat(q.add(r * STRIDE + dim + 1).read());
-                        sums[r][n] = s.fma(x, keys.1, sums[r][n]);
+                }
+                for n in 0..N {
+                    keys[n] = C::keys::<S, SPLIT>(s, octets.add(2 * n), group, dim).1;
+                }
+                for r in 0..R {
+                    let x = s.splat(q.add(r * STRIDE + dim + 1).read());
+                    for n in 0..N {
+                        sums[r][n] = s.fma(x, keys[n], sums[r][n]);
                     }
+                }
+            }
+            if R <= MAX_ROWS_TO_PREFETCH {
+                for n in 0..N {
+                    // SAFETY: the promise of `Scores::compute`.
+                    let keys = unsafe { octets.add(2 * n).read() };
+                    let values = keys.wrapping_add(head_dim * block_size + dim * LANES);
+                    fetch::<S, C>(s, values, LANES);
                 }
             }
             dim += 2;
@@ -154,7 +191,8 @@ impl<C: Cached> Values<C> {
     ///
     /// `weights` has `rows` (1 to [`max_rows`]) rows of `to` elements and `out` as many of `head_dim`,
     /// rounded up to a whole vector; `octets` are octet pointers of tiles of `head_dim` dimensions,
-    /// of which those of the keys `from..to` are read.
+    /// of which those of the keys `from..to` are read; `next` is as long as `octets`, and what it
+    /// points to is not read.
     #[inline(always)]
     pub(super) unsafe fn accumulate<S: Simd>(self, s: S) {
         let whole = self.head_dim / LANES;
@@ -191,7 +229,7 @@ impl<C: Cached, const R: usize, const N: usize, const HALF: bool> Kernel
 {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, _item: usize) {
-        let Values { weights, head_dim, octets, from, to, out, .. } = self.0;
+        let Values { weights, head_dim, octets, next, from, to, out, .. } = self.0;
         let at = self.1;
         let mut sums = [[s.splat(0.0); N]; R];
         for r in 0..R {
@@ -206,6 +244,7 @@ impl<C: Cached, const R: usize, const N: usize, const HALF: bool> Kernel
             // where the pair is read.
             unsafe {
                 let octet = octets.add(key / OCTET).read();
+                let next = next.add(key / OCTET).read();
                 let stop = to.min((key / OCTET + 1) * OCTET);
                 if key % 2 == 1 || key + 1 == stop {
                     for n in 0..N {
@@ -219,16 +258,31 @@ impl<C: Cached, const R: usize, const N: usize, const HALF: bool> Kernel
                     key += 1;
                 }
                 while key + 1 < stop {
+                    let mut values = [s.splat(0.0); N];
                     for n in 0..N {
                         let here = at + n * LANES;
-                        let pair = C::values::<S, HALF>(s, octet, head_dim, key % OCTET, here);
-                        for r in 0..R {
-                            let w = s.splat(weights.add(r * STRIDE + key).read());
-                            sums[r][n] = s.fma(w, pair.0, sums[r][n]);
+                        values[n] = C::values::<S, HALF>(s, octet, head_dim, key % OCTET, here).0;
+                    }
+                    for r in 0..R {
+                        let w = s.splat(weights.add(r * STRIDE + key).read());
+                        for n in 0..N {
+                            sums[r][n] = s.fma(w, values[n], sums[r][n]);
                         }
-                        for r in 0..R {
-                            let w = s.splat(weights.add(r * STRIDE + key + 1).read());
-                            sums[r][n] = s.fma(w, pair.1, sums[r][n]);
+                    }
+                    for n in 0..N {
+                        let here = at + n * LANES;
+                        values[n] = C::values::<S, HALF>(s, octet, head_dim, key % OCTET, here).1;
+                    }
+                    for r in 0..R {
+                        let w = s.splat(weights.add(r * STRIDE + key + 1).read());
+                        for n in 0..N {
+                            sums[r][n] = s.fma(w, values[n], sums[r][n]);
+                        }
+                    }
+                    if R <= MAX_ROWS_TO_PREFETCH {
+                        let next = next.wrapping_add(key % OCTET * head_dim + at * C::KEY_STEP);
+                        for n in 0..N {
+                            fetch::<S, C>(s, next.wrapping_add(n * LANES * C::KEY_STEP), head_dim);
                         }
                     }
                     key += 2;

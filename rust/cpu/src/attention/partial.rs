@@ -95,6 +95,8 @@ pub(super) unsafe fn compute<S: Simd, C: Cached>(
     let seen = &seen[..spans.len()];
     let union = Seen::union(seen);
     find_octets(source, start, union, scratch);
+    let end = spans.last().map_or(0, |span| span.high);
+    find_next_octets(source, start, union, end, scratch);
     // SAFETY: the octets of `union` were found, and `seen` has as many rows as `scratch.q`.
     unsafe {
         if !S::MANY_REGISTERS || source.layout.key_group() == OCTET {
@@ -158,6 +160,35 @@ fn find_octets<C: Cached>(
     }
 }
 
+/// Fill in where the keys of the next range are, for the octets of `union`, as far as any row sees
+/// them.
+#[inline(always)]
+fn find_next_octets<C: Cached>(
+    source: &Source<'_, C>,
+    start: usize,
+    union: Seen,
+    end: usize,
+    scratch: &mut Scratch,
+) {
+    let layout = source.layout;
+    for octet in union.from / OCTET..union.to.div_ceil(OCTET) {
+        let key = start + RANGE + octet * OCTET;
+        scratch.next_octets[octet] = if key < end {
+            // Not followed, so that any id will do.
+            let block = source.table[key / layout.block_size] as usize;
+            let tile = block.wrapping_mul(layout.num_kv_heads).wrapping_add(source.head);
+            let at = tile.wrapping_mul(2 * layout.tile_len());
+            source
+                .base
+                .wrapping_add(at)
+                .wrapping_add(key % layout.block_size * layout.head_dim)
+                .cast()
+        } else {
+            scratch.value_octets[octet]
+        };
+    }
+}
+
 /// Rows of a block, so that blocks of `count` rows are about equal.
 #[inline(always)]
 const fn rows_per_block<S: Simd>(count: usize) -> usize {
@@ -191,6 +222,7 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
                 q: scratch.q[first..].as_ptr().cast(),
                 rows,
                 head_dim: layout.head_dim,
+                block_size: layout.block_size,
                 group: layout.key_group(),
                 octets: scratch.key_octets[vector * 2..].as_ptr().cast(),
                 num_vectors: block.to.div_ceil(LANES) - vector,
@@ -322,6 +354,7 @@ unsafe fn accumulate<S: Simd, C: Cached>(
         rows,
         head_dim,
         octets: scratch.value_octets.as_ptr().cast(),
+        next: scratch.next_octets.as_ptr().cast(),
         from: keys.from,
         to: keys.to,
         out: scratch.values[first..].as_mut_ptr().cast(),

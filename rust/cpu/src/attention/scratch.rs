@@ -47,6 +47,8 @@ pub(super) struct Scratch {
     /// Octet pointers of the current range's keys and values.
     pub(super) key_octets: [*const u8; RANGE / OCTET],
     pub(super) value_octets: [*const u8; RANGE / OCTET],
+    /// Where the keys of the next range are, eight tokens each: only to ask the memory for them.
+    pub(super) next_octets: [*const u8; RANGE / OCTET],
 }
 
 impl Scratch {
@@ -61,6 +63,7 @@ impl Scratch {
             total_stats: [Stats::EMPTY; MAX_ROWS],
             key_octets: [std::ptr::null(); RANGE / OCTET],
             value_octets: [std::ptr::null(); RANGE / OCTET],
+            next_octets: [std::ptr::null(); RANGE / OCTET],
         }
     }
 }

@@ -169,6 +169,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a hint, which is allowed any address.
+        unsafe { x86::_mm_prefetch::<{ x86::_MM_HINT_T1 }>(at.cast()) }
+    }
+
+    #[inline(always)]
     fn call<K: Kernel>(self, kernel: &K, item: usize) {
         // SAFETY: `self` is a proof of AVX-512.
         unsafe { run_avx512(kernel, item) }

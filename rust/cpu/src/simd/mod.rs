@@ -94,6 +94,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen [`Bf16`] are readable at each of `low` and `high`.
     unsafe fn load_pairs_split(self, low: *const Bf16, high: *const Bf16) -> (Self::V, Self::V);
 
+    /// Ask for the line at `at`, any address, to be in the second-level cache; or do nothing.
+    fn prefetch(self, at: *const u8);
+
     /// Run `kernel` in a function of its own that has the instructions: for the boundary between
     /// loops that should not be inlined into each other.
     fn call<K: Kernel>(self, kernel: &K, item: usize);

@@ -171,6 +171,9 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn prefetch(self, _at: *const u8) {}
+
+    #[inline(always)]
     fn call<K: Kernel>(self, kernel: &K, item: usize) {
         kernel.run(self, item);
     }
