@@ -61,6 +61,9 @@ pub struct Scenario {
     pub rates: Rates,
     /// Requests that arrive, the refused ones included.
     pub num_requests: u32,
+    /// Whether `Core::check` is called after every call. Without it, all that is noticed is noticed
+    /// from outside.
+    pub self_checks: bool,
 }
 
 /// A scenario on its way.
@@ -77,7 +80,8 @@ pub struct Chaos {
 impl Chaos {
     /// Nothing has happened yet.
     pub fn new(scenario: &Scenario) -> Self {
-        let sim = Sim::new(scenario.config.clone(), scenario.policy);
+        let mut sim = Sim::new(scenario.config.clone(), scenario.policy);
+        sim.self_checks = scenario.self_checks;
         Self {
             workload: Workload::new(scenario.seed, &sim.config),
             sim,
@@ -262,11 +266,11 @@ impl Chaos {
         let (counts, tokens) = (vec![1; len], vec![0; len]);
         let results = Results { counts: &counts, tokens: &tokens };
         let answer = self.sim.core.commit(step, self.sim.now, results);
-        let as_due = match (&answer, in_turn) {
-            (Err(StepError::OutOfOrder { .. }), false) => true,
-            (Err(StepError::WrongResultLength { .. }), true) => true,
-            _ => false,
-        };
+        let as_due = matches!(
+            (&answer, in_turn),
+            (Err(StepError::OutOfOrder { .. }), false)
+                | (Err(StepError::WrongResultLength { .. }), true)
+        );
         ensure!(as_due, "errors", "commit of step {} out of turn answers {answer:?}", step.0);
         if in_turn && num_outputs > 0 {
             let tokens = vec![self.sim.config.vocab_size as i32; num_outputs];

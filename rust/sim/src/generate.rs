@@ -22,7 +22,7 @@ pub fn scenario(seed: u64, steps_in_flight: u32) -> Scenario {
         PolicyChoice::Config
     };
     let num_requests = if rng.chance(20) { rng.range(150..300) } else { rng.range(10..150) };
-    Scenario { seed, config, policy, rates: rates(&mut rng), num_requests }
+    Scenario { seed, config, policy, rates: rates(&mut rng), num_requests, self_checks: true }
 }
 
 fn config(rng: &mut Rng) -> CoreConfig {
@@ -33,8 +33,8 @@ fn config(rng: &mut Rng) -> CoreConfig {
         _ => rng.range(40..160),
     };
     let max_model_len = rng.range(4..(num_blocks * block_size).clamp(5, 160) + 20);
-    let max_num_batched_tokens = rng.pick(&[1, 2, 3, 7, 16, 33, 64]);
-    let max_num_seqs = rng.range(1..13);
+    let max_num_batched_tokens = rng.pick(&[1, 3, 7, 16, 33, 64, 200]);
+    let max_num_seqs = if rng.chance(15) { rng.range(12..40) } else { rng.range(1..13) };
     CoreConfig {
         block_size,
         num_blocks,
@@ -69,7 +69,7 @@ fn rates(rng: &mut Rng) -> Rates {
         if rng.chance(quiet) { 0 } else { rng.range(1..most + 1) }
     };
     Rates {
-        arrive: rate(0, 60) + 5,
+        arrive: rate(0, 60) + 20,
         burst: rate(20, 20) + 1,
         abort: rate(40, 12),
         cut: rate(60, 8),
@@ -130,7 +130,7 @@ impl Workload {
             forks: if rng.chance(50) { rng.range(1..40) } else { 0 },
             scores: if rng.chance(30) { rng.range(1..30) } else { 0 },
             namespaces: if rng.chance(40) { rng.range(2..5) } else { 1 },
-            max_output: rng.pick(&[2, 8, 30, 80]),
+            max_output: rng.pick(&[3, 12, 40, 100]),
             rng,
         }
     }

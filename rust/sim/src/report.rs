@@ -35,7 +35,7 @@ pub struct Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Scenario { seed, config, policy, rates, num_requests } = &self.scenario;
+        let Scenario { seed, config, policy, rates, num_requests, .. } = &self.scenario;
         let in_flight = config.max_num_steps_in_flight;
         writeln!(f, "seed {seed} with {in_flight} steps in flight: {}", self.violation)?;
         writeln!(f, "{num_requests} requests, policy {policy:?}, {rates:?}")?;

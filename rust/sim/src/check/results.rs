@@ -101,7 +101,7 @@ impl ResultsCheck<'_> {
             };
             self.same(found.next(), &expected, output.seq)?;
         }
-        self.none_left(found.next())
+        Self::none_left(found.next())
     }
 
     /// A plan, a failed step or a closing: only sequences that end, each with a right to.
@@ -227,7 +227,7 @@ impl ResultsCheck<'_> {
         Ok(())
     }
 
-    fn none_left(&self, found: Option<&Entry>) -> Check {
+    fn none_left(found: Option<&Entry>) -> Check {
         match found {
             None => Ok(()),
             Some(entry) => Err(Violation {

@@ -101,7 +101,7 @@ impl PlanCheck<'_> {
             return Ok(());
         }
         ensure!(
-            start > from && start % block_size == 0 && from % block_size == 0,
+            start > from && start.is_multiple_of(block_size) && from.is_multiple_of(block_size),
             "rows",
             "{name} has computed {from} tokens and goes on at {start}"
         );

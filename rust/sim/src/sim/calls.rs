@@ -24,7 +24,7 @@ impl Sim {
         let places = self.tier.fresh_places(blocks);
         let before = self.core.stats();
         let answer = self.core.offload(namespace, tokens, first_block, &places);
-        self.begun(answer, Direction::Out, (namespace, tokens), &places, before)
+        self.begun(&answer, Direction::Out, (namespace, tokens), &places, before)
     }
 
     /// Ask for the blocks of a prefix to be copied from the other tier, which has them at `places`.
@@ -37,18 +37,18 @@ impl Sim {
         let answer = self.core.fetch(namespace, tokens, places);
         let first = answer.as_ref().map_or(0, |transfer| transfer.first_block as usize);
         let wanted = places.get(first..).unwrap_or_default();
-        self.begun(answer, Direction::In, (namespace, tokens), wanted, before)
+        self.begun(&answer, Direction::In, (namespace, tokens), wanted, before)
     }
 
     fn begun(
         &mut self,
-        answer: Result<Transfer, TransferError>,
+        answer: &Result<Transfer, TransferError>,
         direction: Direction,
         (namespace, tokens): (Namespace, &[Token]),
         places: &[u32],
         before: Stats,
     ) -> Check {
-        let Ok(transfer) = answer else {
+        let &Ok(transfer) = answer else {
             let after = self.core.stats();
             ensure!(before == after, "errors", "a refused copy changed {before:?} to {after:?}");
             return self.settle();
