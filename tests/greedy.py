@@ -86,6 +86,36 @@ class Reference:
         return Answer(known.tokens[:max_tokens], known.logprobs[:max_tokens])
 
     @torch.inference_mode()
+    def learn(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Answer many prompts, those of about one length together: padded on the left, masked."""
+        left = sorted(prompts, key=len)
+        while left:
+            batch = [list(prompt) for prompt in left if len(prompt) <= len(left[0]) + 16]
+            left = left[len(batch) :]
+            longest = max(map(len, batch))
+            padding = [longest - len(prompt) for prompt in batch]
+            padded = [[0] * pad + prompt for pad, prompt in zip(padding, batch, strict=True)]
+            mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+            result = self.model.generate(
+                torch.tensor(padded),
+                attention_mask=torch.tensor(mask),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=sorted(self.eos_token_ids),
+                pad_token_id=min(self.eos_token_ids),
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            logprobs = torch.stack(result.logits, dim=1).log_softmax(2)
+            for prompt, tokens, rows in zip(
+                batch, result.sequences[:, longest:].tolist(), logprobs, strict=True
+            ):
+                ends = [at for at, token in enumerate(tokens, 1) if token in self.eos_token_ids]
+                tokens = tokens[: min(ends, default=len(tokens))]
+                values = [float(row[token]) for row, token in zip(rows, tokens, strict=False)]
+                self._answers[tuple(prompt)] = Answer(tokens, values)
+
+    @torch.inference_mode()
     def _generate(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         cache = transformers.DynamicCache(config=self.model.config)
         answer = Answer([], [])

@@ -82,7 +82,7 @@ def choose_num_blocks(
             "EngineConfig",
             [
                 f"num_blocks=None: {KV_MEMORY_SHARE:.0%} of the {available_bytes >> 20} MiB of "
-                f"memory that is available holds no block of {kv_bytes_per_block >> 10} KiB; free "
+                f"memory available holds no block of {kv_bytes_per_block >> 10} KiB; free "
                 "some memory, or set num_blocks"
             ],
         )
