@@ -172,12 +172,12 @@ fn measure_match(percent: usize) {
         let prompt = load.prompt(percent);
         let begin = Instant::now();
         let probe = black_box(kv.probe(key, black_box(&prompt), prompt.len() - 1));
-        let matched = begin.elapsed();
+        let looked_up = begin.elapsed();
         kv.open(slot, key.namespace);
         kv.adopt(slot);
         kv.allocate(slot, blocks - probe.num_blocks as usize).expect("the pool holds them");
         admissions.push(begin.elapsed().as_nanos() as f64 / 1000.0);
-        matches.push(matched.as_nanos() as f64 / 1000.0);
+        matches.push(looked_up.as_nanos() as f64 / 1000.0);
         assert_eq!(probe.num_blocks as usize, blocks * percent / 100);
         cache(&mut kv, &prompt);
         load.remember(prompt);

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import gguf_factory
 import model_factory
 from fastserve import host
+from fastserve.errors import ModelError
 from fastserve.layers import Buffers
 from fastserve.models.resolve import resolve
 from fastserve.runner import CpuRunner, known_tokens
@@ -83,6 +84,16 @@ def test_one_number_of_threads_for_torch_and_the_kernels(folder, threads):
     runner = CpuRunner.load(resolve(folder))
     usable = host.cpus().num_usable
     assert (torch.get_num_threads(), runner.kernels.num_threads) == (usable, usable)
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused_at_load(tmp_path, threads):
+    folder = model_factory.make("llama", tmp_path, head_dim=12)
+    with pytest.raises(ModelError) as caught:
+        CpuRunner.load(resolve(folder), num_threads=1)
+    assert str(caught.value) == (
+        f"{folder}: the CPU kernels cannot run this model: head_dim: got 12, want a multiple of 8, "
+        "at most 256"
+    )
 
 
 def test_a_step_before_the_cache_is_a_bug(folder, threads):

@@ -6,5 +6,5 @@ cd "$(dirname "$0")/.." || exit 1
 failed=0
 cargo test --quiet --no-fail-fast --workspace --exclude fastserve-sim "$@" || failed=1
 cargo test --quiet --no-fail-fast --release --package fastserve-sim "$@" || failed=1
-cargo test --quiet --no-fail-fast --release --package fastserve-sim --features faults "$@" || failed=1
+cargo test --quiet --no-fail-fast --release --package fastserve-sim --features faults --test faults "$@" || failed=1
 exit "$failed"

@@ -20,9 +20,9 @@
 :class:`PlanView`, section by section.
 
 Threads: one thread steps a ``Core``; a second one inside it gets ``RuntimeError`` at once. An
-``Inbox`` may be used from any thread and never waits for a step. No call gives up the GIL: each takes
-microseconds, and getting the GIL back can take milliseconds. Free-threaded Python is not supported.
-Nothing here can be pickled: a ``Core`` stays in its process, what crosses is numbers and arrays.
+``Inbox`` may be used from any thread and never waits for a step. No call gives up the GIL: each
+takes microseconds, and getting the GIL back can take milliseconds. Free-threaded Python is not
+supported. Nothing here can be pickled: a ``Core`` stays in its process, numbers and arrays travel.
 
 Errors: a caller's mistake is ``RequestError`` (with ``code`` and ``http_status``), ``ConfigError``
 (with ``problems``, every bad field) or ``StepError``, and changes nothing. A bug in the core is
@@ -53,7 +53,10 @@ from fastserve._core import (
     StepError,
     StepOutputs,
 )
+from fastserve._shadow import check_front
 from fastserve.arena import Arena, EventWord, Header, OutputKind, PlanView, SlotEventKind
+
+check_front()
 
 __all__ = [
     "COPY_WORDS",

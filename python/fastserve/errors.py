@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastserve._shadow import check_front
+
 if TYPE_CHECKING:
     from fastserve._core import CoreBug, RequestError, StepError
+
+check_front()  # Here, because every front end imports this module.
 
 __all__ = [
     "ConfigError",

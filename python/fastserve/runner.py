@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastserve import host
 from fastserve.arena import PlanView, Words
+from fastserve.errors import ModelError
 from fastserve.kernels.cpu import CpuKernels, as_array, empty_kv
 from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.config import DecoderConfig
@@ -115,6 +116,7 @@ class CpuRunner:
         kernels = CpuKernels(threads)
         computed = _auto_dtype(checkpoint, kernels) if dtype == "auto" else DTYPES[dtype]
         stored = computed if kv_cache_dtype == "auto" else DTYPES[kv_cache_dtype]
+        _check_heads(config, stored, source)
         weights = load_weights(checkpoint, config, computed, num_threads=threads, progress=progress)
         return cls(config, weights, kernels, stored)
 
@@ -169,6 +171,14 @@ def _auto_dtype(checkpoint: Checkpoint, kernels: CpuKernels) -> torch.dtype:
     """The file's own format where that is fast, and otherwise one that loses nothing of it."""
     as_stored = checkpoint.main_format() == "BF16" and kernels.isa.endswith("bf16")
     return torch.bfloat16 if as_stored else torch.float32
+
+
+def _check_heads(config: DecoderConfig, kv_dtype: torch.dtype, source: ModelSource) -> None:
+    """Refuse heads that the kernels do not take, before gigabytes are read."""
+    try:
+        empty_kv(1, 1, 16, config.num_kv_heads, config.head_dim, kv_dtype)
+    except ValueError as error:
+        raise ModelError(f"{source.path}: the CPU kernels cannot run this model: {error}") from None
 
 
 def known_tokens(token_ids: Words, last_samples: Words) -> NDArray[np.int64]:

@@ -89,25 +89,25 @@ impl Call {
             }
         }
         let cols = case.num_kv_heads * case.head_dim;
-        let fill = |row: usize, which: u64, rows: usize, cols: usize, dtype: DType| {
-            let mut noise = Noise::new(seed * 1_000 + row as u64 * 3 + which);
-            Buffer::noise(dtype, rows, cols, 0, &mut noise)
+        let fill = |to: &mut Buffer, to_row: usize, row: usize, which: u64, position: usize| {
+            let place = (row as u64 * 3 + which) * 1_000_003 + position as u64;
+            let mut noise = Noise::new(seed * 1_000_000_007 + place);
+            (0..to.cols()).for_each(|col| to.set(to_row, col, noise.next() * 2.0));
         };
         let filled = |which| -> Vec<Buffer> {
-            let lens = case.rows.iter().map(|&(_, len)| len).enumerate();
-            lens.map(|(row, len)| fill(row, which, len, cols, case.kv_dtype)).collect()
+            let one = |(row, &(_, len)): (usize, &(usize, usize))| {
+                let mut buffer = Buffer::poisoned(case.kv_dtype, len, cols, 0);
+                (0..len).for_each(|position| fill(&mut buffer, position, row, which, position));
+                buffer
+            };
+            case.rows.iter().enumerate().map(one).collect()
         };
         let num_tokens = case.rows.iter().map(|&(tokens, _)| tokens).sum();
-        let q_cols = case.num_heads * case.head_dim;
-        let mut q = Buffer::poisoned(case.dtype, num_tokens, q_cols, 5);
+        let mut q = Buffer::poisoned(case.dtype, num_tokens, case.num_heads * case.head_dim, 5);
         let mut token = 0;
         for (row, &(tokens, len)) in case.rows.iter().enumerate() {
-            let all = fill(row, 2, len, q_cols, case.dtype);
-            for position in len - tokens.min(len)..len.max(tokens) {
-                for col in 0..q_cols {
-                    let value = if position < len { all.get(position, col) } else { 0.0 };
-                    q.set(token, col, value);
-                }
+            for i in 0..tokens {
+                fill(&mut q, token, row, 2, (len + i).saturating_sub(tokens));
                 token += 1;
             }
         }
