@@ -24,9 +24,10 @@ Threads: one thread steps a ``Core``; a second one inside it gets ``RuntimeError
 takes microseconds, and getting the GIL back can take milliseconds. Free-threaded Python is not
 supported. Nothing here can be pickled: a ``Core`` stays in its process, numbers and arrays travel.
 
-Errors: a caller's mistake is ``RequestError`` (with ``code`` and ``http_status``), ``ConfigError``
-(with ``problems``, every bad field) or ``StepError``, and changes nothing. A bug in the core is
-``CoreBug``, now and at every later call on that core and its inboxes.
+Errors: a caller's mistake changes nothing and is ``RequestError`` (with ``code`` and
+``http_status``), ``ConfigError`` (with ``problems``, every bad field), ``StepError`` or
+``TransferError``. A bug in the core is ``CoreBug``, now and at every later call on that core and its
+inboxes.
 
 Several cores may live in one process.
 """
@@ -52,6 +53,8 @@ from fastserve._core import (
     RequestError,
     StepError,
     StepOutputs,
+    Transfer,
+    TransferError,
 )
 from fastserve._shadow import check_front
 from fastserve.arena import Arena, EventWord, Header, OutputKind, PlanView, SlotEventKind
@@ -83,4 +86,6 @@ __all__ = [
     "SlotEventKind",
     "StepError",
     "StepOutputs",
+    "Transfer",
+    "TransferError",
 ]

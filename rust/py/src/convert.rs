@@ -1,6 +1,6 @@
 //! Python's numbers and arrays as the core's words, with errors that name the argument.
 
-use fastserve_base::{Span, Token};
+use fastserve_base::{Namespace, Span, Token};
 use numpy::{PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
@@ -79,6 +79,17 @@ pub(crate) fn tokens(
         })?);
     }
     Ok(ids)
+}
+
+/// A namespace, the common one if it was not given.
+pub(crate) fn namespace(value: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
+    let read = |value| number("namespace", value, "0 to 2^128 - 1").map(Namespace);
+    value.map_or(Ok(Namespace::default()), read)
+}
+
+/// Places in another tier: an array or a sequence of ints.
+pub(crate) fn places(value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    value.try_iter()?.map(|place| number("place", &place?, "0 to 2^32 - 1")).collect()
 }
 
 /// Spans as `(start, end, digest)` tuples.

@@ -10,7 +10,7 @@
 
 use std::sync::{Arc, Mutex, TryLockError};
 
-use fastserve_base::{RequestId, StepId, Ticket};
+use fastserve_base::{RequestId, StepError, StepId, Ticket, Token};
 use fastserve_engine::{Core as EngineCore, Results};
 use numpy::PyArray2;
 use numpy::ndarray::ArrayView2;
@@ -22,7 +22,7 @@ use pyo3::types::{PyDict, PyList};
 use crate::config::{self, Settings};
 use crate::guard::Health;
 use crate::inbox::Inbox;
-use crate::outputs::{self, PlanSizes, Spares, StepOutputs};
+use crate::outputs::{self, PlanSizes, Spares, StepOutputs, Transfer};
 use crate::policy::PythonPolicy;
 use crate::{convert, errors};
 
@@ -38,6 +38,7 @@ pub(crate) struct Core {
     health: Health,
     policy: Option<PythonPolicy>,
     spares: Arc<Spares>,
+    vocab_size: u32,
     /// Rows and columns of `block_tables`, and its address as the core gave it at construction.
     tables: (usize, usize, usize),
 }
@@ -64,11 +65,21 @@ impl Core {
         result
     }
 
+    /// Tokens and places of a transfer.
+    fn transfer_arguments(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        places: &Bound<'_, PyAny>,
+    ) -> PyResult<(Vec<Token>, Vec<u32>)> {
+        let tokens = convert::tokens("tokens", tokens, self.vocab_size)?;
+        Ok((tokens, convert::places(places)?))
+    }
+
     /// Enter the core with empty outputs and return them filled.
     fn with_outputs(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&mut EngineCore) -> Result<(), fastserve_base::StepError>,
+        call: impl FnOnce(&mut EngineCore) -> Result<(), StepError>,
     ) -> PyResult<StepOutputs> {
         let mut filled = self.spares.take();
         let result = self.with(py, |core| {
@@ -113,6 +124,7 @@ impl Core {
         assert_eq!(core.block_tables().len(), rows * columns, "block tables have their shape");
         Ok(Self {
             spares: Arc::new(Spares::new(rows)),
+            vocab_size: core.config().vocab_size,
             tables: (rows, columns, core.block_tables().as_ptr().addr()),
             engine: Mutex::new(core),
             health,
@@ -228,7 +240,50 @@ impl Core {
         self.with_outputs(py, |_| Ok(()))
     }
 
-    /// A copy that outlived its step has ended, well or not. False: nothing waited for it.
+    /// Copy blocks of a cached prefix of `tokens` to another tier, from `first_block` on.
+    ///
+    /// `places` numbers them there. Blocks are held until `complete`; `copies_out` of the plans that
+    /// follow list them. Raises `TransferError` if nothing can be copied.
+    #[pyo3(
+        signature = (tokens, places, *, first_block = 0, namespace = None),
+        text_signature = "($self, tokens, places, *, first_block=0, namespace=0)"
+    )]
+    fn offload(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        places: &Bound<'_, PyAny>,
+        first_block: usize,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (tokens, places) = self.transfer_arguments(tokens, places)?;
+        let namespace = convert::namespace(namespace)?;
+        let begun = self.with(py, |core| core.offload(namespace, &tokens, first_block, &places))?;
+        begun.map(Transfer::from).map_err(|error| errors::transfer_error(py, &error))
+    }
+
+    /// Bring the whole blocks of `tokens` that are not cached here from another tier.
+    ///
+    /// `places` has one place for each whole block. `copies_in` of the plans that follow list them;
+    /// sequences that need them wait for `complete`. Raises `TransferError` if nothing can be copied.
+    #[pyo3(
+        signature = (tokens, places, *, namespace = None),
+        text_signature = "($self, tokens, places, *, namespace=0)"
+    )]
+    fn fetch(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        places: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (tokens, places) = self.transfer_arguments(tokens, places)?;
+        let namespace = convert::namespace(namespace)?;
+        let begun = self.with(py, |core| core.fetch(namespace, &tokens, &places))?;
+        begun.map(Transfer::from).map_err(|error| errors::transfer_error(py, &error))
+    }
+
+    /// A copy has ended, well or not. False: none has this ticket, or its plans did not list it yet.
     fn complete(&self, py: Python<'_>, ticket: u64, ok: bool) -> PyResult<bool> {
         self.with(py, |core| core.complete(Ticket(ticket), ok))
     }

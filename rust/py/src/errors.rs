@@ -4,6 +4,7 @@
 //! from the builtin that a Python programmer expects.
 
 use fastserve_base::{ConfigError, RequestError, StepError};
+use fastserve_engine::TransferError;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -12,6 +13,7 @@ use pyo3::types::{PyDict, PyType};
 static REQUEST_ERROR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static CONFIG_ERROR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static STEP_ERROR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+static TRANSFER_ERROR: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static CORE_BUG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
 /// Define the exceptions and add them to the module.
@@ -41,6 +43,13 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
         "A step was driven out of turn, or its results do not fit it. The core is unchanged.",
         PyDict::new(py),
     )?;
+    let transfer_error = exception(
+        &base,
+        &runtime_error,
+        "TransferError",
+        "Nothing can be copied between the pool and another tier. The core is unchanged.",
+        PyDict::new(py),
+    )?;
     let core_bug = exception(
         &base,
         &runtime_error,
@@ -54,6 +63,7 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
         ("RequestError", request_error, &REQUEST_ERROR),
         ("ConfigError", config_error, &CONFIG_ERROR),
         ("StepError", step_error, &STEP_ERROR),
+        ("TransferError", transfer_error, &TRANSFER_ERROR),
         ("CoreBug", core_bug, &CORE_BUG),
     ] {
         parent.add(name, &class)?;
@@ -121,6 +131,11 @@ pub(crate) fn config_error(py: Python<'_>, error: ConfigError) -> PyErr {
 /// A step driven out of turn.
 pub(crate) fn step_error(py: Python<'_>, error: &StepError) -> PyErr {
     raise(py, &STEP_ERROR, (error.to_string(),))
+}
+
+/// A copy that cannot be made.
+pub(crate) fn transfer_error(py: Python<'_>, error: &TransferError) -> PyErr {
+    raise(py, &TRANSFER_ERROR, (error.to_string(),))
 }
 
 /// A panic of the core. A backtrace goes into the exception's notes.

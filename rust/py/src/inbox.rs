@@ -2,7 +2,7 @@
 //!
 //! No call waits for a step. A request is checked and refused at once, before anything is queued.
 
-use fastserve_base::{CoreConfig, FinishReason, Namespace, Request, RequestId, SeqId, StepId};
+use fastserve_base::{CoreConfig, FinishReason, Request, RequestId, SeqId, StepId};
 use fastserve_engine::Inbox as EngineInbox;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -96,9 +96,7 @@ impl Inbox {
         if let Some(value) = priority {
             request.priority = convert::number("priority", value, "-2^31 to 2^31 - 1")?;
         }
-        if let Some(value) = namespace {
-            request.namespace = Namespace(convert::number("namespace", value, "0 to 2^128 - 1")?);
-        }
+        request.namespace = convert::namespace(namespace)?;
         if let Some(value) = adapter {
             request.adapter = convert::number("adapter", value, "0 to 2^32 - 1")?;
         }

@@ -41,6 +41,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<inbox::Inbox>()?;
     module.add_class::<outputs::PlanSizes>()?;
     module.add_class::<outputs::StepOutputs>()?;
+    module.add_class::<outputs::Transfer>()?;
     module.add_class::<policy::Candidate>()?;
     constants(module)?;
     cpu::register(module)?;

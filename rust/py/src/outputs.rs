@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fastserve_engine::{EventKind, PlanSizes as CorePlanSizes, StepOutputs as CoreOutputs};
-use fastserve_engine::{Stats, StepRecord, TimelineEvent};
+use fastserve_engine::{Stats, StepRecord, TimelineEvent, Transfer as CoreTransfer};
 use fastserve_kv::{BlockEvent, BlockInfo, CacheTier, ChainHash};
 use numpy::ndarray::{ArrayView, Dimension};
 use numpy::{Element, PyArray, PyArray1, PyArrayMethods};
@@ -45,6 +45,37 @@ impl From<CorePlanSizes> for PlanSizes {
             num_rows: sizes.num_rows,
             num_tokens: sizes.num_tokens,
             num_outputs: sizes.num_outputs,
+        }
+    }
+}
+
+/// A copy between the pool and another tier that was accepted.
+#[pyclass(module = "fastserve._core", frozen, get_all)]
+pub(crate) struct Transfer {
+    /// To be given to `complete`.
+    ticket: u64,
+    /// First block of the prefix that is copied.
+    first_block: u32,
+    /// Blocks that are copied.
+    num_blocks: u32,
+}
+
+#[pymethods]
+impl Transfer {
+    fn __repr__(&self) -> String {
+        format!(
+            "Transfer(ticket={}, first_block={}, num_blocks={})",
+            self.ticket, self.first_block, self.num_blocks
+        )
+    }
+}
+
+impl From<CoreTransfer> for Transfer {
+    fn from(transfer: CoreTransfer) -> Self {
+        Self {
+            ticket: transfer.ticket.0,
+            first_block: transfer.first_block,
+            num_blocks: transfer.num_blocks,
         }
     }
 }
