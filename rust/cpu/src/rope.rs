@@ -232,11 +232,16 @@ trait Stored: Element {
         offset: usize,
         place: Place,
     ) {
-        for (dim, &value) in head[..layout.head_dim].iter().enumerate() {
+        // Every layout repeats after two dimensions.
+        let [first, second, third] = [0, 1, 2].map(|dim| place(layout, Self::DTYPE, offset, dim));
+        let mut to = tile.wrapping_add(first);
+        for pair in head[..layout.head_dim].chunks_exact(2) {
             // SAFETY: places are inside a tile.
             unsafe {
-                Self::store_relaxed(tile.add(place(layout, Self::DTYPE, offset, dim)), value);
+                Self::store_relaxed(to, pair[0]);
+                Self::store_relaxed(to.wrapping_add(second - first), pair[1]);
             }
+            to = to.wrapping_add(third - first);
         }
     }
 }
