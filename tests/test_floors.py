@@ -49,6 +49,7 @@ PYTHON_FLOORS = {
     "loading": 3,
     "logprobs": 3,
     "models": 3,
+    "request_table": 3,
     "runner": 3,
     "sampler": 3,
     "text": 3,

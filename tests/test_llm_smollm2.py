@@ -15,7 +15,7 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("smollm2", dtype="float32", num_blocks=256, max_num_seqs=16) as llm:
+    with LLM("smollm2", dtype="float32", num_blocks=256, num_threads=1) as llm:
         yield llm
         assert_conserved(llm.engine)
 
@@ -73,7 +73,7 @@ def test_the_async_front_end_gives_the_same(llm: LLM) -> None:
         return text
 
     async def main() -> list[str]:
-        async with AsyncEngine("smollm2", dtype="float32", num_blocks=64) as engine:
+        async with AsyncEngine("smollm2", dtype="float32", num_blocks=64, num_threads=1) as engine:
             return await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
 
     assert asyncio.run(main()) == wanted

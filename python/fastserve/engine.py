@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -42,10 +41,11 @@ import numpy as np
 from fastserve.active_request import FINISHED_BY_ERROR, ActiveRequest
 from fastserve.arena import Arena
 from fastserve.config import EngineConfig
-from fastserve.core import Core, RequestError
-from fastserve.errors import EngineDeadError, FastserveError, KernelError, ModelError
+from fastserve.core import Core
+from fastserve.errors import FastserveError, KernelError, ModelError
 from fastserve.philox import derive_seed
 from fastserve.prompts import Prompt, tokenize
+from fastserve.request_table import RequestTable
 from fastserve.sampler import ALL_MASKED, NOT_FINITE, Sampler, SampleResult
 from fastserve.sampling_params import ParameterError, SamplingParams
 from fastserve.sampling_record import encode
@@ -139,11 +139,8 @@ class Engine:
         self._next_arena = itertools.cycle(arenas).__next__
         self._planned: deque[_Planned] = deque()
         self._spare_arena = self._next_arena()
-        self._lock = threading.Lock()  # Of the two dicts, which submitters and the stepper share.
-        self._active: dict[int, ActiveRequest] = {}
-        self._numbers_in_use: dict[str, int] = {}
+        self._requests = RequestTable()
         self._numbers = itertools.count(1)
-        self._death: str | None = None
         self.ran_step = False
 
     @classmethod
@@ -212,7 +209,7 @@ class Engine:
         stops = tuple(params.stop_token_ids or ())
         end_token_ids = stops if params.ignore_eos else (*self._eos_token_ids, *stops)
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
-        self._register(request)
+        self._requests.add(request)
         try:
             self._inbox.submit(
                 number,
@@ -228,7 +225,7 @@ class Engine:
                 arrival=now,
             )
         except BaseException:
-            self._forget(request)
+            self._requests.remove(request)
             raise
         return request
 
@@ -237,15 +234,13 @@ class Engine:
 
         Its name may be used again at once.
         """
-        with self._lock:
-            self._free_id(request)
-        if self._death is None:
+        self._requests.free_name(request)
+        if self.is_alive:
             self._inbox.abort(request.number)
 
     def find(self, request_id: str) -> ActiveRequest | None:
         """The request called `request_id`, if it has neither ended nor been aborted."""
-        with self._lock:
-            return self._active.get(self._numbers_in_use.get(request_id, 0))
+        return self._requests.find(request_id)
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only the model and the core can tell."""
@@ -262,44 +257,21 @@ class Engine:
         if bad:
             raise ParameterError(bad)
 
-    def _register(self, request: ActiveRequest) -> None:
-        with self._lock:
-            if request.request_id in self._numbers_in_use:
-                error = RequestError(
-                    f"request id {request.request_id!r} is in use by a request that has not ended; "
-                    "choose another"
-                )
-                error.code, error.http_status = "duplicate_request", 409
-                raise error
-            self.check_alive()
-            self._active[request.number] = request
-            self._numbers_in_use[request.request_id] = request.number
-
-    def _forget(self, request: ActiveRequest) -> None:
-        with self._lock:
-            self._active.pop(request.number, None)
-            self._free_id(request)
-
-    def _free_id(self, request: ActiveRequest) -> None:
-        """Let the caller use the name again; a newer request may have it already."""
-        if self._numbers_in_use.get(request.request_id) == request.number:
-            del self._numbers_in_use[request.request_id]
-
     # Steps: one thread at a time.
 
     @property
     def is_alive(self) -> bool:
         """Whether it takes requests and steps."""
-        return self._death is None
+        return self._requests.closed is None
 
     @property
     def num_active(self) -> int:
         """Requests that the core has not settled."""
-        return len(self._active)
+        return len(self._requests)
 
     def has_work(self) -> bool:
         """Whether anything waits, runs or is in flight."""
-        return self._death is None and self._core.has_work()
+        return self.is_alive and self._core.has_work()
 
     def step(self) -> list[ActiveRequest]:
         """Run one step.
@@ -371,7 +343,7 @@ class Engine:
         news: dict[int, ActiveRequest] = {}
         if result is not None:
             for scored in result.scores:
-                if (request := self._active.get(scored.request_id)) is not None:
+                if (request := self._requests.get(scored.request_id)) is not None:
                     request.score(scored)
         tokens, starts = outputs.tokens.tolist(), outputs.token_indptr.tolist()
         for number, index, row, start, end, code, stop_token, num_cached in zip(
@@ -385,7 +357,7 @@ class Engine:
             outputs.num_cached_tokens.tolist(),
             strict=False,
         ):
-            request = self._active.get(number)
+            request = self._requests.get(number)
             if request is None:
                 continue
             news[number] = request
@@ -409,24 +381,18 @@ class Engine:
                 self._inbox.finish(number, index, "stop", kept)
         for request in news.values():
             if request.settled:
-                self._forget(request)
+                self._requests.remove(request)
             elif request.finished:
-                with self._lock:
-                    self._free_id(request)
+                self._requests.free_name(request)
         return list(news.values())
 
     def check_alive(self) -> None:
         """Raise :class:`EngineDeadError` if the engine does not run any more."""
-        if self._death is not None:
-            raise EngineDeadError(self._death)
+        self._requests.check_open()
 
     def _die(self, why: str) -> list[ActiveRequest]:
         """Stop for good. Returns the requests that this ended."""
-        with self._lock:
-            self._death = why
-            ended = list(self._active.values())
-            self._active.clear()
-            self._numbers_in_use.clear()
+        ended = self._requests.close(why)
         for request in ended:
             request.fail(why)
         try:
@@ -451,7 +417,7 @@ class Engine:
             The requests that this ended.
         """
         ended: list[ActiveRequest] = []
-        if self._death is None:
+        if self.is_alive:
             try:
                 ended = self._deliver(self._close_core())
             except FastserveError:
