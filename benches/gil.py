@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+
 from fastserve.core import Core
 
 PROMPT_TOKENS = 256
