@@ -19,14 +19,14 @@ from pathlib import Path
 NUM_RUNS = 5
 MODEL = "smollm2"
 MAX_TOKENS = 8
-# 32 tokens with SmolLM2's tokenizer, before the chat template.
+# 32 tokens with SmolLM2's tokenizer, and no chat template.
 PROMPT = (
     "A scheduler decides which requests run in the next step, how many tokens each of them "
-    "computes, and which blocks of the cache hold their keys and values"
+    "computes, and which blocks of the cache hold their keys and their values."
 )
 COMMAND = [
     str(Path(sys.executable).parent / "fastserve"),
-    *("generate", MODEL, PROMPT, "--max-tokens", str(MAX_TOKENS)),
+    *("generate", MODEL, PROMPT, "--raw", "--max-tokens", str(MAX_TOKENS)),
 ]
 
 
