@@ -26,8 +26,8 @@ supported. Nothing here can be pickled: a ``Core`` stays in its process, numbers
 
 Errors: a caller's mistake changes nothing and is ``RequestError`` (with ``code`` and
 ``http_status``), ``ConfigError`` (with ``problems``, every bad field), ``StepError`` or
-``TransferError``. A bug in the core is ``CoreBug``, now and at every later call on that core and its
-inboxes.
+``TransferError``. A bug in the core is ``CoreBug``, now and at every later call on that core and
+its inboxes.
 
 Several cores may live in one process.
 """
