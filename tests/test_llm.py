@@ -17,6 +17,7 @@ from engines import ToyEngines, assert_conserved, toy_engine
 from fastserve.config import EngineConfig, EngineOptions
 from fastserve.errors import ConfigError, EngineDeadError, KernelError, ModelError, RequestError
 from fastserve.llm import LLM
+from fastserve.progress import loading
 from fastserve.sampling_params import SamplingParams
 from toy_runner import EOS, ToyRunner, ToyTokenizer, toy_answer
 
@@ -429,3 +430,16 @@ def test_without_torch_one_line_says_what_to_install(repository: object) -> None
         "install it with: pip install 'fastserve-engine[torch]'"
         for name in ("LLM", "AsyncEngine")
     ]
+
+
+def test_the_loading_bar_is_the_callers_or_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[tuple[int, int]] = []
+    with loading("model", lambda *numbers: calls.append(numbers)) as advance:
+        advance(1, 2)
+    assert calls == [(1, 2)]
+    with loading("model") as advance:
+        advance(1, 2)
+    assert capsys.readouterr() == ("", "")
+    with loading("model", True) as advance:
+        advance(2, 2)
+    assert "Loading model" in capsys.readouterr().err
