@@ -1,4 +1,4 @@
-//! Instruction sets: which there are, which this machine has, and running a kernel under one.
+//! Instruction sets: which there are, and which this machine has.
 
 /// An instruction set that kernels are compiled for. Ordered: later is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -9,7 +9,8 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
-    /// AVX-512 with BF16 dot products.
+    /// The same on a machine that has BF16 too. The kernels here compute in `f32` and are those of
+    /// `Avx512`; that bfloat16 pays in matrix products is for callers to know.
     Avx512Bf16,
 }
 
