@@ -30,7 +30,7 @@ def reference(source) -> transformers.PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def runner(source) -> CpuRunner:
-    return CpuRunner.load(source, dtype="float32", num_threads=2)
+    return CpuRunner.load(source, dtype="float32", num_threads=1)
 
 
 @pytest.fixture(scope="module")
