@@ -7,8 +7,8 @@
 //! large. Only two kinds step aside: one whose next block another row of this step computes (it
 //! would do the same work), and a long prompt when long prompts have had their share.
 
-use fastserve_base::RowSlot;
 use fastserve_base::fault::{Fault, planted};
+use fastserve_base::{Nanos, RowSlot};
 use fastserve_kv::{Probe, SeqKey};
 use fastserve_sched::rows::{NO_TOKEN, flags};
 use fastserve_sched::{Assignment, OrderKey, Row, Status};
@@ -203,8 +203,11 @@ impl Core {
     pub(crate) fn settle_joining(&mut self) {
         for at in 0..self.scratch.joining.len() {
             let (slot, sibling) = self.scratch.joining[at];
-            let key = self.sequences[self.rows[slot.index()].sequence].key;
-            self.service.insert(key, slot);
+            let state = &self.sequences[self.rows[slot.index()].sequence];
+            let since = self.requests[state.request].queued_at;
+            let ages_at =
+                self.config.max_wait.map_or(Nanos::MAX, |wait| since.saturating_add(wait));
+            self.service.insert(state.key, slot, ages_at);
             let Self { kv, order, rows, config, .. } = self;
             order.insert(slot, sibling, |a, b| {
                 // Whole blocks only: a partial one is about to be copied.

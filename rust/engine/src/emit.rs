@@ -28,6 +28,12 @@ impl Core {
             return Ok(PlanSizes::default());
         }
         self.waiting.age(now);
+        let Self { service, rows, sequences, .. } = self;
+        service.age(now, |slot, key| {
+            if let Some(state) = sequences.get_mut(rows[slot.index()].sequence) {
+                state.key = key;
+            }
+        });
         let num_decode_rows = self.count_decode_rows();
         let mut pass = Pass {
             step: self.next_step,

@@ -107,6 +107,8 @@ pub(crate) struct OpenTransfer {
     num_listed: usize,
     /// The last step that lists one.
     last_step: StepId,
+    /// The step that writes the last block of its path, if that had not committed when it began.
+    pending: Option<StepId>,
     /// What the caller said, while a step in flight still names the blocks.
     outcome: Option<bool>,
     /// Hash of the first block that is fetched, for those that wait.
@@ -149,6 +151,7 @@ impl Core {
             places: places[..num_blocks].to_vec(),
             num_listed: 0,
             last_step: StepId(0),
+            pending: None,
             outcome: None,
             claim: 0,
         }))
@@ -203,6 +206,7 @@ impl Core {
             places: places[first_block..].to_vec(),
             num_listed: 0,
             last_step: StepId(0),
+            pending: None,
             outcome: None,
             claim,
         }))
@@ -248,7 +252,8 @@ impl Core {
         self.transfer_slots.last().copied().ok_or(TransferError::TooMany { limit })
     }
 
-    fn begin(&mut self, transfer: OpenTransfer) -> Transfer {
+    fn begin(&mut self, mut transfer: OpenTransfer) -> Transfer {
+        transfer.pending = self.kv.pending_step(transfer.slot);
         self.transfer_slots.pop();
         self.next_ticket.0 += 1;
         let begun = Transfer {
@@ -324,11 +329,9 @@ impl Core {
 
     /// Every step in flight was dropped, `from` the first: what they listed is listed again, and a
     /// copy that began from a block which one of them was to write ends as failed.
-    ///
-    /// Called before the failed blocks leave the prefix tree.
     pub(crate) fn fail_transfers(&mut self, from: StepId) {
         for transfer in &mut self.transfers {
-            let unsure = self.kv.pending_step(transfer.slot).is_some_and(|step| step >= from);
+            let unsure = transfer.pending.is_some_and(|step| step >= from);
             if unsure {
                 transfer.outcome = Some(false);
             } else if transfer.last_step >= from && transfer.outcome.is_none() {

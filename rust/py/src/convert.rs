@@ -42,16 +42,20 @@ pub(crate) fn tokens(
     };
     if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
         let ids = array.as_array();
-        let narrow = |(at, &id): (usize, &i32)| u32::try_from(id).map_err(|_| outside(at, &id));
-        return ids.iter().enumerate().map(narrow).collect();
+        return match ids.iter().position(|&id| id < 0) {
+            Some(position) => Err(outside(position, &ids[position])),
+            None => Ok(ids.iter().map(|&id| id as Token).collect()),
+        };
     }
     if let Ok(array) = value.extract::<PyReadonlyArray1<'_, u32>>() {
         return Ok(array.as_array().to_vec());
     }
     if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i64>>() {
         let ids = array.as_array();
-        let narrow = |(at, &id): (usize, &i64)| u32::try_from(id).map_err(|_| outside(at, &id));
-        return ids.iter().enumerate().map(narrow).collect();
+        return match ids.iter().position(|&id| Token::try_from(id).is_err()) {
+            Some(position) => Err(outside(position, &ids[position])),
+            None => Ok(ids.iter().map(|&id| id as Token).collect()),
+        };
     }
 
     let unusable = || {

@@ -4,7 +4,8 @@
 //! tokens and blocks first, and who is preempted. [`PlanOrder`] is the order in which rows are written:
 //! sequences that share leading blocks stand beside each other, so that attention can read them once.
 
-use fastserve_base::{RowSlot, StepId, Token};
+use fastserve_base::fault::{Fault, planted};
+use fastserve_base::{Nanos, RowSlot, StepId, Token};
 
 use crate::policy::OrderKey;
 
@@ -103,16 +104,27 @@ impl Row {
     }
 }
 
+/// A running sequence in the service order.
+#[derive(Debug, Clone, Copy)]
+struct Served {
+    key: OrderKey,
+    slot: RowSlot,
+    /// When it ages; never, if it has.
+    ages_at: Nanos,
+}
+
 /// Running sequences in the policy's order, best first.
 #[derive(Debug, Clone)]
 pub struct ServiceOrder {
-    entries: Vec<(OrderKey, RowSlot)>,
+    entries: Vec<Served>,
+    /// Nobody ages before.
+    next_ageing: Nanos,
 }
 
 impl ServiceOrder {
     /// Room for `rows`.
     pub fn with_capacity(rows: usize) -> Self {
-        Self { entries: Vec::with_capacity(rows) }
+        Self { entries: Vec::with_capacity(rows), next_ageing: Nanos::MAX }
     }
 
     /// Running sequences.
@@ -128,34 +140,54 @@ impl ServiceOrder {
     /// The slot at a place.
     #[inline]
     pub fn slot(&self, place: usize) -> RowSlot {
-        self.entries[place].1
+        self.entries[place].slot
     }
 
     /// Slots, best first.
     pub fn slots(&self) -> impl DoubleEndedIterator<Item = RowSlot> {
-        self.entries.iter().map(|&(_, slot)| slot)
+        self.entries.iter().map(|served| served.slot)
     }
 
-    /// Add a sequence at its place.
-    pub fn insert(&mut self, key: OrderKey, slot: RowSlot) {
-        let place = self.entries.partition_point(|&(other, _)| other < key);
-        self.entries.insert(place, (key, slot));
+    /// Add a sequence at its place; it ages at `ages_at` unless it has.
+    pub fn insert(&mut self, key: OrderKey, slot: RowSlot, ages_at: Nanos) {
+        let ages_at = if key.has_aged() { Nanos::MAX } else { ages_at };
+        let place = self.entries.partition_point(|other| other.key < key);
+        self.entries.insert(place, Served { key, slot, ages_at });
+        self.next_ageing = self.next_ageing.min(ages_at);
+    }
+
+    /// Move those that came long enough ago ahead, as the queue does: whoever came earlier ages
+    /// earlier, so that ageing turns nobody's order of arrival round. `moved` learns the new keys.
+    pub fn age(&mut self, now: Nanos, mut moved: impl FnMut(RowSlot, OrderKey)) {
+        if now < self.next_ageing || planted(Fault::AgeingOff) {
+            return;
+        }
+        self.next_ageing = Nanos::MAX;
+        for served in &mut self.entries {
+            if served.ages_at <= now {
+                served.key = served.key.aged();
+                served.ages_at = Nanos::MAX;
+                moved(served.slot, served.key);
+            }
+            self.next_ageing = self.next_ageing.min(served.ages_at);
+        }
+        self.entries.sort_unstable_by_key(|served| served.key);
     }
 
     /// Remove one.
     pub fn remove(&mut self, slot: RowSlot) {
-        self.entries.retain(|&(_, other)| other != slot);
+        self.entries.retain(|served| served.slot != slot);
     }
 
     /// Keep those for which `keep` holds.
     pub fn retain(&mut self, mut keep: impl FnMut(RowSlot) -> bool) {
-        self.entries.retain(|&(_, slot)| keep(slot));
+        self.entries.retain(|served| keep(served.slot));
     }
 
     /// Panic if the order is broken.
     pub fn check(&self) {
         for pair in self.entries.windows(2) {
-            assert!(pair[0].0 < pair[1].0, "service order: {pair:?}");
+            assert!(pair[0].key < pair[1].key, "service order: {pair:?}");
         }
     }
 }

@@ -110,6 +110,11 @@ impl<T> Slab<T> {
         value
     }
 
+    /// What is in a place, if it is in use.
+    pub fn get_mut(&mut self, place: u32) -> Option<&mut T> {
+        self.places.get_mut(place as usize)?.as_mut()
+    }
+
     /// Places in use.
     pub fn len(&self) -> usize {
         self.places.len() - self.free.len()

@@ -151,16 +151,31 @@ proptest! {
     }
 
     #[test]
-    fn service_order_is_sorted(ranks in vec(0..4_i64, 0..20), removed in 0..20_u32) {
+    fn service_order_is_sorted(
+        ranks in vec(0..4_i64, 0..20),
+        removed in 0..20_u32,
+        aged_before in 0..30_u64,
+    ) {
         let mut order = ServiceOrder::with_capacity(2);
         let mut model = Vec::new();
         for (slot, &rank) in ranks.iter().enumerate() {
             let key = OrderKey::new(rank, slot as u64 / 2, slot as u32 % 2);
-            order.insert(key, RowSlot(slot as u32));
+            order.insert(key, RowSlot(slot as u32), slot as u64);
             model.push((key, RowSlot(slot as u32)));
             order.check();
         }
         model.sort_unstable();
+        let mut told = Vec::new();
+        order.age(aged_before, |slot, key| told.push((key, slot)));
+        order.age(aged_before, |_, _| unreachable!("they have aged"));
+        for entry in &mut model {
+            if u64::from(entry.1.0) <= aged_before {
+                entry.0 = entry.0.aged();
+                prop_assert!(told.contains(entry));
+            }
+        }
+        model.sort_unstable();
+        order.check();
         order.remove(RowSlot(removed));
         model.retain(|entry| entry.1 != RowSlot(removed));
         prop_assert!(order.slots().eq(model.iter().map(|entry| entry.1)));

@@ -185,8 +185,8 @@ impl Sim {
         for &seq in &self.ledger.live_seqs {
             let since = self.ledger.record_of(seq).queued.map_or(self.now, |(_, since)| since);
             let state = &mut self.ledger.seqs[seq];
-            let waits = matches!(state.place, Place::Waiting | Place::Leaving(_));
-            state.aged |= waits && self.now - since >= max_wait;
+            let is_born = !matches!(state.place, Place::Unborn);
+            state.aged |= is_born && self.now - since >= max_wait;
         }
     }
 
