@@ -243,15 +243,11 @@ impl PrefixTree {
             for (tokens, ((&candidate, &likely), &hash)) in blocks.zip(found) {
                 let Some(candidate) = candidate else { return place };
                 let spans = overlapping(seq.spans, index, tokens);
-                let is_equal = likely
-                    && same_tokens(self.tokens(candidate, block_size), tokens)
-                    && self.spans.equals(self.links[candidate.index()].spans, spans)
-                    && (place.tail.is_some() || self.namespace(candidate) == seq.namespace);
-                let block = if is_equal {
+                let (parent, namespace) = (place.tail, seq.namespace);
+                let key = BlockKey { parent, namespace, tokens, spans, hash };
+                let block = if likely && self.holds(candidate, &key) {
                     candidate
                 } else {
-                    let (parent, namespace) = (place.tail, seq.namespace);
-                    let key = BlockKey { parent, namespace, tokens, spans, hash };
                     let Some(other) = self.find(&key) else { return place };
                     other
                 };

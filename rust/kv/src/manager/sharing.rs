@@ -142,8 +142,8 @@ impl KvManager {
     ///
     /// Their tokens are known and accepted, and the step that writes the last of their slots is
     /// planned (or has committed: a fetched block is certain at once): `tokens` are the sequence's, at
-    /// least `num_full` blocks of them. Where the tree has
-    /// an equal block of another sequence, that one stays, and the chain of `slot` is broken.
+    /// least `num_full` blocks of them. Where the tree has an equal block of another sequence, that
+    /// one stays, and the chain of `slot` is broken.
     pub fn share(
         &mut self,
         slot: RowSlot,

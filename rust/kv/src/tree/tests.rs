@@ -101,6 +101,26 @@ fn collisions_do_not_confuse() {
     assert_eq!(matched(&tree, &prefix), (0..10).collect::<Vec<_>>());
 }
 
+/// Two paths part in the first block and go on with equal tokens, and every block of one has the hash
+/// of its neighbour in the other: what is found below the wrong block must not be taken.
+#[test]
+fn a_candidate_below_a_wrong_candidate_is_wrong() {
+    for mask in [1 << 63, 3 << 62, 7 << 61] {
+        for token in 0..64 {
+            let mut tree = tree();
+            tree.hasher.mask = mask;
+            let mut paths = [vec![token; 12], vec![token; 12]];
+            paths[0][0] = 100;
+            paths[1][0] = 101;
+            grow(&mut tree, 0, &paths[0], 1);
+            grow(&mut tree, 10, &paths[1], 1);
+            tree.check();
+            assert_eq!(matched(&tree, &paths[0]), [0, 1, 2]);
+            assert_eq!(matched(&tree, &paths[1]), [10, 11, 12]);
+        }
+    }
+}
+
 #[test]
 fn first_token_is_on_a_cache_line() {
     let tree = tree_of(16, 8);
