@@ -6,7 +6,9 @@ wheel and installs it into an empty environment.
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,17 @@ settings.load_profile("fastserve")
 def repository() -> Path:
     """The root of the repository."""
     return REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command line run in this process sets up logging to its own stderr; take that back."""
+    logger = logging.getLogger("fastserve")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
