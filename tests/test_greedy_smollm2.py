@@ -62,7 +62,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def loaded() -> CpuRunner:
-    return CpuRunner.load(resolve("smollm2"), dtype="float32", num_threads=1)
+    return CpuRunner.load(resolve("smollm2"), dtype="float32")
 
 
 @pytest.fixture(scope="module")
