@@ -1,13 +1,15 @@
 //! Block events, replayed: what a router would believe, against what the core holds and what the
 //! blocks contain.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use fastserve_base::CoreConfig;
 use fastserve_engine::Core;
 use fastserve_kv::{BlockEvent, ChainHash};
 
+use crate::check::Flight;
 use crate::device::Device;
+use crate::ledger::Ledger;
 use crate::model::Prefix;
 use crate::violation::{Check, ensure};
 
@@ -29,6 +31,48 @@ impl BlockWatch {
             meanings: BTreeMap::new(),
             events: Vec::new(),
         }
+    }
+
+    /// After a plan: whoever was admitted has matched all that was stored before it, and is still.
+    ///
+    /// # Errors
+    ///
+    /// A sequence that could have matched one block more.
+    pub fn check_matches(
+        &self,
+        core: &Core,
+        device: &Device,
+        ledger: &Ledger,
+        flight: &Flight,
+    ) -> Check {
+        if !self.enabled {
+            return Ok(());
+        }
+        let block_size = device.block_size;
+        let last = |block: u32| &device.kv[(block as usize + 1) * block_size - 1];
+        let stored: BTreeSet<Prefix> = core
+            .snapshot()
+            .iter()
+            .filter(|info| self.stored.get(&info.block.0) == info.hash.as_ref())
+            .map(|info| last(info.block.0))
+            .filter(|kv| kv.step < flight.step)
+            .map(|kv| kv.prefix)
+            .collect();
+        for &(seq, start) in &flight.admissions {
+            let end = start + block_size;
+            let prefixes = &ledger.seqs[seq].stream.prefixes;
+            // Spans of one digest and different lengths are different keys.
+            if ledger.has_spans(seq) {
+                continue;
+            }
+            ensure!(
+                end > ledger.match_limit(seq) || !stored.contains(&prefixes[end - 1]),
+                "longest match",
+                "{} matched {start} tokens, a block with {end} was there",
+                ledger.name(seq)
+            );
+        }
+        Ok(())
     }
 
     /// Hear the news, and compare.

@@ -247,7 +247,8 @@ impl Chaos {
             return Ok(());
         }
         if self.rng.chance(self.rates.fail) {
-            return self.sim.fail();
+            let num_lost = self.rng.below(in_flight as u64 + 1) as usize;
+            return self.sim.fail(num_lost);
         }
         let error_row = self.rates.error_row;
         let rng = &mut self.rng;

@@ -49,6 +49,14 @@ pub struct RowState {
     pub touched: u64,
 }
 
+/// What a plan changed in tables and row slots.
+#[derive(Debug, Clone, Default)]
+pub struct DeviceChanges {
+    /// Slot, index, and the block that stood there.
+    edits: Vec<(u32, u32, i32)>,
+    assigned: Vec<u32>,
+}
+
 /// The device.
 #[derive(Debug, Clone)]
 pub struct Device {
@@ -66,6 +74,8 @@ pub struct Device {
     holders: Vec<Vec<(u32, u32)>>,
     /// The last step that names each block.
     pub block_touched: Vec<u64>,
+    /// What the plan at hand has changed.
+    changes: DeviceChanges,
     /// Blocks that a copy to or from another tier is at work on.
     pub busy: Vec<bool>,
     /// The last step that has left: committed or failed.
@@ -88,6 +98,7 @@ impl Device {
             tables: vec![UNKNOWN; config.max_num_seqs as usize * max_blocks],
             holders: vec![Vec::new(); num_blocks],
             block_touched: vec![0; num_blocks],
+            changes: DeviceChanges::default(),
             busy: vec![false; num_blocks],
             done: 0,
             vocab_size: config.vocab_size,
@@ -131,6 +142,7 @@ impl Device {
         row.owner = Some(owner);
         row.sampler = model::sampler(event.index, event.sampling);
         row.last_sample = None;
+        self.changes.assigned.push(slot);
         self.tables[slot as usize * max_blocks..][..max_blocks].fill(UNKNOWN);
         Ok(())
     }
@@ -168,6 +180,7 @@ impl Device {
             self.holders[before as usize].retain(|&holder| holder != (slot, index as u32));
         }
         self.holders[block as usize].push((slot, index as u32));
+        self.changes.edits.push((slot, index as u32, before));
         Ok(u32::try_from(before).ok())
     }
 
@@ -347,6 +360,36 @@ impl Device {
                 "slot {slot} (sequence {:?}) attends to position {position} in block {block}, which {what}",
                 self.rows[slot as usize].owner
             ),
+        }
+    }
+
+    /// The changes since the last call.
+    pub fn take_changes(&mut self) -> DeviceChanges {
+        std::mem::take(&mut self.changes)
+    }
+
+    /// A plan never reached the device, because a step before it failed: what it changed has not
+    /// changed. Plans get lost newest first.
+    pub fn lose(&mut self, changes: &DeviceChanges) {
+        for &(slot, index, before) in changes.edits.iter().rev() {
+            let entry = &mut self.tables[slot as usize * self.max_blocks + index as usize];
+            let block = std::mem::replace(entry, before);
+            if block >= 0 {
+                self.holders[block as usize].retain(|&holder| holder != (slot, index));
+            }
+            if before >= 0 {
+                self.holders[before as usize].push((slot, index));
+            }
+        }
+        for &slot in &changes.assigned {
+            self.rows[slot as usize].sampler = 0;
+            for index in 0..self.max_blocks {
+                let entry = slot as usize * self.max_blocks + index;
+                let block = std::mem::replace(&mut self.tables[entry], UNKNOWN);
+                if block >= 0 {
+                    self.holders[block as usize].retain(|&(holder, _)| holder != slot);
+                }
+            }
         }
     }
 

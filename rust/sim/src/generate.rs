@@ -59,7 +59,7 @@ fn config(rng: &mut Rng) -> CoreConfig {
         hash_seed: rng.bits(),
         num_step_records: 64,
         num_timeline_events: 1 << 15,
-        enable_block_events: rng.chance(20),
+        enable_block_events: rng.chance(40),
         ..CoreConfig::default()
     }
 }

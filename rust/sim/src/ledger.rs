@@ -69,6 +69,8 @@ pub struct Seq {
     pub num_failures: u32,
     /// Endings of others when it was last preempted.
     pub preempted_at: Option<u64>,
+    /// Times it got a row slot.
+    pub num_admissions: u32,
     /// Times it was preempted.
     pub num_preemptions: u32,
     /// Times it was rolled back.
@@ -151,6 +153,8 @@ pub struct Ledger {
     pub live: BTreeMap<u64, usize>,
     /// Sequences that have not ended.
     pub live_seqs: Vec<usize>,
+    /// Requests whose last sequence has ended, since somebody looked.
+    pub ended: Vec<usize>,
     /// Sequences that ended.
     pub num_endings: u64,
 }
@@ -190,6 +194,7 @@ impl Ledger {
                 num_copies: 0,
                 num_failures: 0,
                 preempted_at: None,
+                num_admissions: 0,
                 num_preemptions: 0,
                 num_rollbacks: 0,
                 cut: None,
@@ -214,6 +219,19 @@ impl Ledger {
         (index < record.request.num_sequences).then(|| record.first_seq + index as usize)
     }
 
+    /// Most tokens that a prefix match may cover: one is left to compute, and none whose output is
+    /// wanted is skipped.
+    pub fn match_limit(&self, seq: usize) -> usize {
+        let state = &self.seqs[seq];
+        let scores = self.record_of(seq).request.score_prompt && state.num_outputs() == 0;
+        if scores { 0 } else { state.num_known - 1 }
+    }
+
+    /// Whether its prompt has spans.
+    pub fn has_spans(&self, seq: usize) -> bool {
+        !self.record_of(seq).request.spans.is_empty()
+    }
+
     /// The request of a sequence.
     pub fn record_of(&self, seq: usize) -> &Record {
         &self.requests[self.seqs[seq].request]
@@ -233,6 +251,7 @@ impl Ledger {
 
     /// A sequence has ended.
     pub fn end(&mut self, seq: usize, reason: FinishReason) {
+        self.ended.extend((self.record_of(seq).num_live == 1).then_some(self.seqs[seq].request));
         self.seqs[seq].place = Place::Ended(reason);
         self.num_endings += 1;
         self.live_seqs.retain(|&live| live != seq);

@@ -16,6 +16,7 @@ use fastserve_engine::{
 use fastserve_sched::PlanView;
 
 use crate::blocks::BlockWatch;
+use crate::check::explain::{check_inbox, check_record, check_timeline};
 use crate::check::order::{check_idle, check_victims};
 use crate::check::results::{Entry, ResultsCheck, check_effect, entries};
 use crate::check::{Counters, Flight, FlightOutput, PlanCheck};
@@ -103,6 +104,7 @@ impl Sim {
     pub fn plan(&mut self) -> Check<bool> {
         self.take_over();
         let before: Vec<usize> = self.running();
+        let evicted = self.core.stats().num_evicted_blocks;
         let sizes = match self.core.plan(self.now, &mut self.arena) {
             Ok(sizes) => sizes,
             Err(error) => {
@@ -126,6 +128,14 @@ impl Sim {
             .filter(|&seq| matches!(self.ledger.seqs[seq].place, Place::Running(_)))
             .collect();
         check_victims(&mut self.ledger, &stayed, &victims)?;
+        let stats = self.core.stats();
+        ensure!(
+            stats.num_evicted_blocks == evicted || stats.free == 0 || !victims.is_empty(),
+            "eviction",
+            "{} blocks were evicted while {} are free",
+            stats.num_evicted_blocks - evicted,
+            stats.free
+        );
         if !sizes.is_step() {
             ensure!(sizes == PlanSizes::default(), "plan", "an empty plan with {sizes:?}");
             if self.core.state() != Lifecycle::Paused {
@@ -143,6 +153,13 @@ impl Sim {
             "a step was planned while the core is paused"
         );
         self.check_plan(sizes, stayed)?;
+        if let Some(flight) = self.flights.back_mut() {
+            flight.num_preempted = victims.len() as u32;
+            flight.planned_at = self.now;
+        }
+        if let Some(flight) = self.flights.back() {
+            self.blocks.check_matches(&self.core, &self.device, &self.ledger, flight)?;
+        }
         self.settle()?;
         Ok(true)
     }
@@ -239,18 +256,20 @@ impl Sim {
         self.counters.num_steps += 1;
         self.counters.num_steps_in_flight -= 1;
         self.device.done = flight.step;
+        check_record(&self.inbox, &flight, self.now, false)?;
         let found = self.take_entries()?;
         self.results_check().commit(&flight.outputs, &failed, &found)?;
         self.patience.step(&self.ledger, self.last_step, !self.tier.open.is_empty())?;
         self.settle()
     }
 
-    /// The oldest step in flight fails, and all the others with it.
+    /// The oldest step in flight fails, and all the others with it. The newest `num_lost` plans
+    /// never reached the device.
     ///
     /// # Errors
     ///
     /// A violation.
-    pub fn fail(&mut self) -> Check {
+    pub fn fail(&mut self, num_lost: usize) -> Check {
         let Some(oldest) = self.flights.front().map(|flight| flight.step) else { return Ok(()) };
         let steps = self.flights.len() as u32;
         self.trace.push(self.last_step, Event::Fail { step: oldest, steps });
@@ -261,7 +280,11 @@ impl Sim {
         self.counters.num_failed_steps += u64::from(steps);
         self.counters.num_steps_in_flight = 0;
         let mut planned: Vec<usize> = Vec::new();
+        for flight in self.flights.iter().rev().take(num_lost) {
+            self.device.lose(&flight.changes);
+        }
         for flight in self.flights.drain(..) {
+            check_record(&self.inbox, &flight, self.now, true)?;
             self.device.poison(flight.step);
             planned.extend(flight.seqs);
         }
@@ -364,6 +387,11 @@ impl Sim {
         };
         let lag: u64 = self.ledger.live_seqs.iter().map(lag).sum();
         self.counters.check(&stats, &self.ledger, lag)?;
+        check_inbox(&self.inbox, &stats, &self.ledger)?;
+        for number in std::mem::take(&mut self.ledger.ended) {
+            let timeline = self.core.timeline(self.ledger.requests[number].request.id);
+            check_timeline(&self.ledger, number, &timeline)?;
+        }
         self.blocks.check(&mut self.core, &self.device)
     }
 

@@ -8,9 +8,11 @@
 //! | [`limits`] | budgets of tokens, rows, outputs, chunks and long prompts |
 //! | [`order`] | decode first, victims last, admission in order, nothing idle without need |
 //! | [`results`] | what a commit hands back: tokens, finish reasons, counts |
+//! | [`explain`] | timelines, step records and what the inbox shows |
 //! | [`counters`] | every counter of `stats()`, counted again from plans and outputs |
 
 pub mod counters;
+pub mod explain;
 pub mod limits;
 pub mod order;
 pub mod outputs;

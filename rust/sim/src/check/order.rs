@@ -70,6 +70,42 @@ impl PlanCheck<'_> {
             })
     }
 
+    /// Of the sequences admitted in one step, no two compute the same block: the second waits for it,
+    /// or shares it.
+    ///
+    /// Left out are spans (those of one digest and different lengths are different keys), blocks that
+    /// the first was not allowed to match (the tree may have had one and evicted it since), and long
+    /// prompts, which may get a second helping when everybody else has been served.
+    pub(crate) fn no_work_twice(&self, admissions: &[(usize, usize)]) -> Check {
+        if !self.config.enable_prefix_caching {
+            return Ok(());
+        }
+        for &(seq, start) in admissions {
+            let end = start + self.device.block_size;
+            let stream = &self.ledger.seqs[seq].stream;
+            if end > self.ledger.match_limit(seq) || self.ledger.has_spans(seq) {
+                continue;
+            }
+            for &(other, from) in admissions {
+                let theirs = &self.ledger.seqs[other];
+                let computes = from <= start && theirs.computed.is_some_and(|to| to > start);
+                let came_first = self.ledger.order(other) < self.ledger.order(seq);
+                ensure!(
+                    !came_first
+                        || !computes
+                        || self.ledger.match_limit(other) < end
+                        || self.may_be_held_back(other)
+                        || theirs.stream.prefixes[end - 1] != stream.prefixes[end - 1],
+                    "work twice",
+                    "{} and {} both compute positions {start}..{end}",
+                    self.ledger.name(seq),
+                    self.ledger.name(other)
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// A sequence is admitted before all that stand behind it in the order of service, unless it
     /// waits for a row of this step to compute its next block.
     pub(crate) fn admission_order(&self) -> Check {

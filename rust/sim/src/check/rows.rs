@@ -301,9 +301,11 @@ impl PlanCheck<'_> {
         Ok(())
     }
 
-    /// Count what the rows compute, and move their sequences on.
-    pub(crate) fn advance_rows(&mut self) {
+    /// Count what the rows compute, and move their sequences on. Returns those with their first row
+    /// since they got a slot, and where it starts.
+    pub(crate) fn advance_rows(&mut self) -> Vec<(usize, usize)> {
         let step = self.step();
+        let mut admissions = Vec::new();
         for row in &self.rows {
             let state = &mut self.ledger.seqs[row.seq];
             let take = row.tokens.len();
@@ -330,6 +332,9 @@ impl PlanCheck<'_> {
             state.high_water = state.high_water.max(row.seq_len);
             state.computed = Some(row.seq_len);
             let (seq, at, take) = (state.id, row.start as u32, take as u32);
+            if first {
+                admissions.push((row.seq, row.start));
+            }
             let event = if first {
                 Event::Admit { seq, slot: row.slot, matched: at, take }
             } else {
@@ -337,5 +342,6 @@ impl PlanCheck<'_> {
             };
             self.trace.push(step, event);
         }
+        admissions
     }
 }

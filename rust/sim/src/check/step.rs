@@ -11,7 +11,7 @@ use fastserve_sched::plan::{COPY_WORDS, TABLE_EDIT_WORDS};
 use fastserve_sched::{Header, PlanView};
 
 use crate::check::Counters;
-use crate::device::Device;
+use crate::device::{Device, DeviceChanges};
 use crate::ledger::{Ledger, Place};
 use crate::trace::{Event, Trace};
 use crate::transfers::{Direction, Tier};
@@ -22,6 +22,18 @@ use crate::violation::{Check, ensure};
 pub struct Flight {
     /// Its id.
     pub step: u64,
+    /// Rows.
+    pub num_rows: u32,
+    /// Tokens.
+    pub num_tokens: u32,
+    /// Sequences preempted by its plan.
+    pub num_preempted: u32,
+    /// When it was planned.
+    pub planned_at: u64,
+    /// What its plan changed on the device, to be undone where the plan got lost.
+    pub changes: DeviceChanges,
+    /// Sequences with their first row since they got a slot, and where it starts.
+    pub admissions: Vec<(usize, usize)>,
     /// Its output rows.
     pub outputs: Vec<FlightOutput>,
     /// Sequences with a row in it, and forks begun in it.
@@ -117,10 +129,17 @@ impl PlanCheck<'_> {
         self.write_rows()?;
         self.attend_rows()?;
         self.shared_in_flight()?;
-        let mut flight = Flight { step: self.step(), ..Flight::default() };
-        self.advance_rows();
+        let mut flight = Flight {
+            step: self.step(),
+            num_rows: self.sizes.num_rows,
+            num_tokens: self.sizes.num_tokens,
+            ..Flight::default()
+        };
+        flight.admissions = self.advance_rows();
+        self.no_work_twice(&flight.admissions)?;
         self.outputs(&mut flight)?;
         self.after(&mut flight)?;
+        flight.changes = self.device.take_changes();
         Ok(flight)
     }
 
@@ -202,6 +221,7 @@ impl PlanCheck<'_> {
             state.roll_back();
             state.epoch = self.epoch;
             state.num_copies = 0;
+            state.num_admissions += 1;
             self.assigned.push(seq);
         }
         Ok(())

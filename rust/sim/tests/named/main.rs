@@ -71,7 +71,7 @@ impl Drive for Sim {
     }
 
     fn fail_one(&mut self) {
-        let check = self.fail();
+        let check = self.fail(0);
         self.must(check);
     }
 
