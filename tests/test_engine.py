@@ -203,6 +203,36 @@ def test_logprobs_and_prompt_logprobs(toy_engine: ToyEngines) -> None:
     assert plain[0].output().prompt_logprobs is None
 
 
+@pytest.mark.parametrize("name", LIMITS)
+def test_prompt_logprobs_under_any_limits(toy_engine: ToyEngines, name: str) -> None:
+    """Several sequences a request, each given its own logprobs, whatever is preempted or cached."""
+    engine = toy_engine(**LIMITS[name])
+    params = SamplingParams(
+        n=3, temperature=1.0, seed=4, max_tokens=9, logprobs=0, prompt_logprobs=0
+    )
+    requests = [engine.submit(prompt, params) for prompt in prompts(8, seed=12, longest=40) * 2]
+    run_all(engine)
+    for request in requests:
+        output = request.output()
+        prompt = output.prompt_token_ids
+        scored = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+        assert scored == pytest.approx(oracle_logprobs(prompt, 1), abs=1e-5)
+        for sequence in output.outputs:
+            tokens = prompt + sequence.token_ids
+            pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
+            own = [entry[token].logprob for token, entry in pairs]
+            assert own == pytest.approx(oracle_logprobs(tokens, len(prompt)), abs=1e-5)
+
+
+def oracle_logprobs(tokens: list[int], first: int) -> list[float]:
+    """Of ``tokens[first:]``."""
+    found = []
+    for position in range(first, len(tokens)):
+        logits = toy_logits(tokens[:position]).astype(np.float64)
+        found.append(logits[tokens[position]] - np.log(np.exp(logits).sum()))
+    return found
+
+
 def test_cached_tokens_are_reported(toy_engine: ToyEngines) -> None:
     engine = toy_engine()
     prompt = list(range(3, 43))

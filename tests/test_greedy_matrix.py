@@ -29,6 +29,7 @@ NAME = "tiny models"
 MIN_PREEMPTIONS = 20
 MAX_ROUNDS = 40
 ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+OTHERS = tuple(name for name in model_factory.VARIANTS if name not in ARCHITECTURES)
 COUNTS = (1, 7, 16, 64, 512)
 
 
@@ -135,7 +136,7 @@ class TinyModel:
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("tiny")
-    return {name: TinyModel(name, root) for name in ARCHITECTURES}
+    return {name: TinyModel(name, root) for name in model_factory.VARIANTS}
 
 
 def prompts_for(block_size: int) -> list[list[int]]:
@@ -209,10 +210,29 @@ def test_greedy_answers_equal_transformers(
 def test_aborts_come_in_every_state(tiny_models: dict[str, TinyModel]) -> None:
     model = tiny_models["llama"]
     before = Counter(model.reference.tally.aborted_in)
-    engine = model.engine(num_blocks=9, block_size=8, max_num_batched_tokens=64)
+    engine = model.engine(num_blocks=6, block_size=8, max_num_batched_tokens=64, max_chunk_tokens=7)
     for first in range(len(ABORT_STATES)):
         run_round(engine, model.reference, prompts_for(8), 12, aborts=first)
     assert set(model.reference.tally.aborted_in - before) == set(ABORT_STATES) - {"any"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_variants_under_the_hardest_conditions(
+    tiny_models: dict[str, TinyModel], name: str
+) -> None:
+    for in_flight, budget in ((1, 512), (2, 16)):
+        condition = Condition(
+            architecture=name,
+            arrival="at once",
+            budget=budget,
+            chunk=7,
+            caching="repeated",
+            pool="small",
+            traffic="priorities",
+            block_size=8,
+            in_flight=in_flight,
+        )
+        run(condition, tiny_models[name])
 
 
 OUTER = ("architecture", "block_size", "caching", "in_flight")
