@@ -194,15 +194,19 @@ impl PrefixTree {
         index: usize,
         path: &mut Vec<BlockId>,
     ) -> Place {
+        let rest = tokens.get(index * self.block_size..).unwrap_or_default();
         // The sizes that engines use: a constant lets the compiler unroll hashing and comparing.
         match self.block_size {
-            8 => self.match_blocks(8, place, seq, tokens, index, path),
-            16 => self.match_blocks(16, place, seq, tokens, index, path),
-            32 => self.match_blocks(32, place, seq, tokens, index, path),
-            any => self.match_blocks(any, place, seq, tokens, index, path),
+            // Most often: a sequence that has just filled a block, and knows no more.
+            size if rest.len() < size => place,
+            8 => self.match_blocks(8, place, seq, rest, index, path),
+            16 => self.match_blocks(16, place, seq, rest, index, path),
+            32 => self.match_blocks(32, place, seq, rest, index, path),
+            any => self.match_blocks(any, place, seq, rest, index, path),
         }
     }
 
+    /// [`match_path`](Self::match_path) for `rest`, the tokens from block `index` on.
     #[expect(clippy::inline_always, reason = "see match_path")]
     #[inline(always)]
     fn match_blocks(
@@ -210,7 +214,7 @@ impl PrefixTree {
         block_size: usize,
         mut place: Place,
         seq: SeqKey<'_>,
-        tokens: &[Token],
+        mut rest: &[Token],
         mut index: usize,
         path: &mut Vec<BlockId>,
     ) -> Place {
@@ -218,7 +222,6 @@ impl PrefixTree {
         let mut candidates = [None; BATCH];
         let mut likely = [false; BATCH];
         let mut batch_size = FIRST_BATCH;
-        let mut rest = tokens.get(index * block_size..).unwrap_or_default();
         while rest.len() >= block_size {
             let (batch, after) = rest.split_at(rest.len().min(batch_size * block_size));
             let blocks = batch.chunks_exact(block_size);
