@@ -132,6 +132,7 @@ def test_values_are_normalised() -> None:
     assert params.stop_token_ids == ()
     assert params.logit_bias == {7: 1.0, 8: -2.5}
     assert SamplingParams(stop=None).stop_strings == ()
+    assert SamplingParams(stop_token_ids=np.array([5, 6])).stop_token_ids == (5, 6)
     assert not params.greedy
     assert SamplingParams(temperature=9e-6).greedy
 

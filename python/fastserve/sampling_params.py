@@ -223,7 +223,8 @@ class _Checker:
         self.store("stop", strings)
 
     def token_ids(self, name: str, limit: int) -> None:
-        value = self.given(name) or ()
+        value = self.given(name)
+        value = () if value is None else value
         if not isinstance(value, Iterable) or isinstance(value, Mapping | str | bytes):
             self.refuse(name, value, "a list of token ids")
             return
