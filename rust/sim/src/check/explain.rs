@@ -50,7 +50,7 @@ pub fn check_timeline(ledger: &Ledger, number: usize, timeline: &[TimelineEvent]
             ledger.name(seq)
         );
         let Place::Ended(reason) = state.place else { continue };
-        let last = events().last().map(|event| event.kind);
+        let last = events().next_back().map(|event| event.kind);
         // A sequence that never came into being has no events of its own.
         let unborn = last.is_none() && reason == FinishReason::Abort && state.num_admissions == 0;
         ensure!(
