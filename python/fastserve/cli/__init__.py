@@ -16,7 +16,6 @@ is a bug.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
-READER_GONE = 141
 
 
 def main() -> NoReturn:
@@ -45,9 +43,9 @@ def main() -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         code = INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more when it exits; let it have something that takes it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = READER_GONE
+        from fastserve.cli.console import reader_gone
+
+        code = reader_gone()
     sys.exit(code)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,11 +19,13 @@ __all__ = [
     "one_line_errors",
     "print_error",
     "print_note",
+    "reader_gone",
     "stderr",
 ]
 
 FAILED = 1
 BAD_INPUT = 2
+READER_GONE = 141
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -45,13 +49,20 @@ def print_note(message: str) -> None:
     stderr.print(Text(message, style="dim"), soft_wrap=not stderr.is_terminal)
 
 
+def reader_gone() -> int:
+    """Whoever read stdout has closed it: be quiet about it. Returns the exit code."""
+    # Python flushes stdout once more when it exits; let it have something that takes it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return READER_GONE
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn what a user can mend into one line and an exit code. A bug keeps its traceback."""
     try:
         yield
     except BrokenPipeError:
-        raise
+        raise typer.Exit(reader_gone()) from None
     except CommandError as error:
         print_error(str(error))
         raise typer.Exit(BAD_INPUT) from None
