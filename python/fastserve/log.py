@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import sys
 from enum import StrEnum
+from typing import TextIO
 
 __all__ = ["LogLevel", "configure"]
 
@@ -44,13 +45,25 @@ class _Line(logging.Formatter):
         return line
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to stderr as it is now: a progress bar puts itself there and moves out of the way."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(_Line())
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
 def configure(level: LogLevel) -> None:
-    """Log `level` and above to stderr, in place of whatever an earlier call set."""
-    logger = logging.getLogger("fastserve")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Line())
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
-    logger.propagate = False
+    """Log `level` and above to stderr, in place of whatever an earlier call set.
+
+    The HTTP server's own warnings come along.
+    """
+    for name, lowest in (("fastserve", level), ("uvicorn.error", LogLevel.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers = [_Stderr()]
+        logger.setLevel(lowest.upper())
+        logger.propagate = False
