@@ -10,7 +10,7 @@
 use fastserve_base::fault::{Fault, planted};
 use fastserve_base::{Nanos, RowSlot};
 use fastserve_kv::{Probe, SeqKey};
-use fastserve_sched::rows::{NO_TOKEN, flags};
+use fastserve_sched::rows::flags;
 use fastserve_sched::{Assignment, OrderKey, Row, Status};
 
 use crate::core::Core;
@@ -149,7 +149,7 @@ impl Core {
             sequence,
             num_known: state.tokens.len() as u32,
             limit: limit.min(self.config.max_model_len),
-            stops_from: state.num_prompt_tokens + request.min_tokens,
+            stops_from: state.num_prompt_tokens.saturating_add(request.min_tokens),
             last_token: state.tokens[state.tokens.len() - 1],
             high_water: state.high_water,
             ..Row::EMPTY
@@ -159,7 +159,6 @@ impl Core {
             [only] => row.stop_token = only,
             [..] => row.flags |= flags::MANY_STOPS,
         }
-        debug_assert_eq!(Row::EMPTY.stop_token, NO_TOKEN);
         if request.score_prompt && state.num_output_tokens() == 0 {
             row.flags |= flags::SCORE;
         }

@@ -34,10 +34,7 @@ impl Core {
             }
         }
         self.kv.step_committed(step);
-        if !self.leaving.is_empty() {
-            self.purge();
-            self.settle_leaving(self.oldest_in_flight());
-        }
+        self.settle_ended();
         self.settle_transfers(self.oldest_in_flight());
         self.stats.num_steps += 1;
         self.record(&flight, now, false);
@@ -230,6 +227,15 @@ impl Core {
     /// The oldest step that is planned and not committed.
     pub(crate) fn oldest_in_flight(&self) -> Option<StepId> {
         self.flights.front().map(|flight| flight.step)
+    }
+
+    /// Those that leave go out of both orders, and give back what no step in flight names. Mostly
+    /// nobody leaves, and the rows are not looked at.
+    pub(crate) fn settle_ended(&mut self) {
+        if !self.leaving.is_empty() {
+            self.purge();
+            self.settle_leaving(self.oldest_in_flight());
+        }
     }
 
     /// Take leaving rows out of both orders.

@@ -177,7 +177,7 @@ impl Core {
         let flights = config.max_num_steps_in_flight as usize;
         let shared = Arc::new(Shared::new(&config, config.max_model_len < asked_model_len));
         let reserved_map = || HashMap::with_capacity_and_hasher(2 * live, FxBuildHasher);
-        Ok(Self {
+        let mut core = Self {
             layout: PlanLayout::new(&config),
             kv: KvManager::new(&with_transfer_slots(&config)),
             policy,
@@ -230,7 +230,9 @@ impl Core {
             last_now: 0,
             last_commit_at: 0,
             config,
-        })
+        };
+        core.publish(); // Other threads read the pool's size before the first plan.
+        Ok(core)
     }
 
     /// The configuration in force.
@@ -303,8 +305,7 @@ impl Core {
         for id in ids {
             self.abort_now(id);
         }
-        self.purge();
-        self.settle_leaving(self.oldest_in_flight());
+        self.settle_ended();
         self.close_transfers();
         self.publish();
     }

@@ -21,8 +21,7 @@ impl Core {
     pub fn plan(&mut self, now: Nanos, arena: &mut [i32]) -> Result<PlanSizes, StepError> {
         self.check_can_plan(arena.len())?;
         self.intake(now);
-        self.purge();
-        self.settle_leaving(self.oldest_in_flight());
+        self.settle_ended();
         if self.lifecycle == Lifecycle::Paused {
             self.publish();
             return Ok(PlanSizes::default());

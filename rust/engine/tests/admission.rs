@@ -373,3 +373,54 @@ fn the_timeline_tells_a_requests_life() {
     assert_eq!((steps[0].num_rows, steps[0].num_decode_rows, steps[0].num_tokens), (1, 1, 1));
     assert_eq!(steps[0].committed_at - steps[0].planned_at, 1_000_000);
 }
+
+#[test]
+fn the_first_to_come_is_not_preempted_for_one_that_aged_behind_it() {
+    // Found by the simulator, seed 8627: only those that waited aged, so they went ahead of a
+    // sequence that had come before them and was running all the time.
+    let config = CoreConfig {
+        num_blocks: 10,
+        max_model_len: 20,
+        max_num_seqs: 2,
+        max_wait: Some(4_000_000),
+        ..small()
+    };
+    let mut driver = Driver::new(config);
+    let first = request(1, &[1, 2, 3, 4], 16);
+    driver.submit(first.clone());
+    driver.submit(request(2, &[9], 4)); // Keeps the third waiting until it has aged.
+    let second = request(3, &[5, 6, 7, 8], 14);
+    driver.submit(second.clone());
+    driver.run_to_end(100);
+    driver.assert_exact(&first);
+    driver.assert_exact(&second);
+    let preempted = |id| {
+        let events = driver.inbox.timeline(RequestId(id));
+        events.iter().any(|event| matches!(event.kind, EventKind::Preempted { .. }))
+    };
+    assert!(
+        !preempted(1) && preempted(3),
+        "the pool is too small for both, and the later one gives"
+    );
+}
+
+#[test]
+fn limits_at_the_end_of_the_numbers_are_limits() {
+    let mut driver = Driver::new(small());
+    let endless = Request {
+        min_tokens: u32::MAX,
+        stop_token_ids: (0..97).collect(),
+        ..request(1, &[1, 2], u32::MAX)
+    };
+    driver.submit(endless);
+    driver.run_to_end(60);
+    assert_eq!((driver.ended(1).tokens.len(), driver.ended(1).reason), (38, 2));
+}
+
+#[test]
+fn the_pool_is_known_before_the_first_plan() {
+    let driver = Driver::new(small());
+    let stats = driver.inbox.stats();
+    assert_eq!((stats.capacity, stats.free, stats.held), (32, 32, 0));
+    assert_eq!(stats, driver.core.stats());
+}

@@ -204,3 +204,16 @@ fn a_copy_listed_in_part_can_be_completed_after_the_end() {
     let stats = driver.core.stats();
     assert_eq!((stats.held, stats.cached, stats.num_failed_transfers), (0, 0, 1));
 }
+
+#[test]
+fn a_reset_does_not_hide_that_a_copys_source_was_never_written() {
+    // Found by the simulator, seed 14841 with 4 steps in flight.
+    let mut driver = Driver::new(CoreConfig { max_num_steps_in_flight: 2, ..small() });
+    driver.submit(request(1, &[1, 2, 3, 4, 5, 6, 7, 8, 9], 2));
+    driver.plan();
+    let out = driver.core.offload(ANY, &PREFIX, 0, &[0, 1, 2, 3]).expect("planned, so shared");
+    driver.core.reset_prefix_cache();
+    driver.fail();
+    assert!(!driver.core.is_open(out.ticket));
+    assert_eq!(driver.core.stats().num_failed_transfers, 1);
+}

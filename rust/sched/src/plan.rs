@@ -121,25 +121,33 @@ macro_rules! sections {
     };
 }
 
-sections!(
-    header,
-    row_slots,
-    query_indptr,
-    seq_lens,
-    num_shared_blocks,
-    token_ids,
-    positions,
-    slot_mapping,
-    out_rows,
-    out_slots,
-    out_kinds,
-    table_edits,
-    slot_events,
-    event_words,
-    copies_out,
-    copies_in,
-    copies,
-);
+/// Hand the names of all sections, in order, to another macro: the only list of them.
+macro_rules! with_sections {
+    ($then:ident) => {
+        $then!(
+            header,
+            row_slots,
+            query_indptr,
+            seq_lens,
+            num_shared_blocks,
+            token_ids,
+            positions,
+            slot_mapping,
+            out_rows,
+            out_slots,
+            out_kinds,
+            table_edits,
+            slot_events,
+            event_words,
+            copies_out,
+            copies_in,
+            copies,
+        );
+    };
+}
+pub(crate) use with_sections;
+
+with_sections!(sections);
 
 impl PlanLayout {
     /// The layout for a validated configuration.

@@ -48,6 +48,8 @@ pub struct Row {
     pub flags: u32,
 }
 
+const _: () = assert!(size_of::<Row>() == 64, "a row is one cache line");
+
 /// Rare things about a row.
 pub mod flags {
     /// Tokens of the last block may be shared with forks: copy before writing.

@@ -6,8 +6,8 @@
 use fastserve_base::{OutputKind, SeqId, StepId, Ticket, Token};
 
 use crate::plan::{
-    COPY_WORDS, Header, PLAN_VERSION, PlanLayout, SLOT_EVENT_WORDS, TABLE_EDIT_WORDS,
-    TIER_COPY_WORDS,
+    COPY_WORDS, Header, PLAN_VERSION, PlanLayout, SLOT_EVENT_WORDS, Section, TABLE_EDIT_WORDS,
+    TIER_COPY_WORDS, with_sections,
 };
 
 /// A section that fills from its start.
@@ -43,8 +43,26 @@ impl Fill<'_> {
     }
 }
 
+/// What is left of an arena while it is split.
+struct Rest<'a> {
+    words: &'a mut [i32],
+    /// Where `words` begins in the arena.
+    begin: usize,
+}
+
+impl<'a> Rest<'a> {
+    /// The words of `section`. Sections come in the order of the layout.
+    fn take(&mut self, section: Section) -> &'a mut [i32] {
+        let words = std::mem::take(&mut self.words);
+        let (_, words) = words.split_at_mut(section.offset - self.begin);
+        let (words, rest) = words.split_at_mut(section.capacity);
+        *self = Self { words: rest, begin: section.offset + section.capacity };
+        words
+    }
+}
+
 macro_rules! writer {
-    ($($name:ident),* $(,)?) => {
+    (header, $($name:ident),* $(,)?) => {
         /// A plan being written.
         #[derive(Debug)]
         pub struct PlanWriter<'a> {
@@ -55,43 +73,17 @@ macro_rules! writer {
         impl<'a> PlanWriter<'a> {
             /// Begin a plan. `arena` holds at least `layout.words` words.
             pub fn new(layout: &PlanLayout, arena: &'a mut [i32]) -> Self {
-                let mut rest = arena;
-                let mut next = 0;
-                let (header, tail) = rest.split_at_mut(layout.header.capacity);
-                next += layout.header.capacity;
-                rest = tail;
-                $(
-                    let (_, tail) = rest.split_at_mut(layout.$name.offset - next);
-                    let (words, tail) = tail.split_at_mut(layout.$name.capacity);
-                    next = layout.$name.offset + layout.$name.capacity;
-                    rest = tail;
-                    let $name = Fill { words, used: 0 };
-                )*
-                let _ = (rest, next);
-                Self { header, $($name),* }
+                let mut rest = Rest { words: arena, begin: 0 };
+                Self {
+                    header: rest.take(layout.header),
+                    $($name: Fill { words: rest.take(layout.$name), used: 0 },)*
+                }
             }
         }
     };
 }
 
-writer!(
-    row_slots,
-    query_indptr,
-    seq_lens,
-    num_shared_blocks,
-    token_ids,
-    positions,
-    slot_mapping,
-    out_rows,
-    out_slots,
-    out_kinds,
-    table_edits,
-    slot_events,
-    event_words,
-    copies_out,
-    copies_in,
-    copies,
-);
+with_sections!(writer);
 
 /// What a slot's new sequence brings, once.
 #[derive(Debug, Clone, Copy)]
