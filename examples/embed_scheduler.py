@@ -101,7 +101,7 @@ def main() -> None:
     answers: dict[int, list[str]] = defaultdict(list)
     while client.is_alive() or core.has_work():
         sizes = core.plan(time.monotonic_ns(), arena.words)
-        if sizes.num_rows == 0:
+        if not sizes.is_step:
             outputs = core.take_outputs()
         else:
             counts, tokens = model.run(arena.view(sizes))

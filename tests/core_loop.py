@@ -32,7 +32,7 @@ class Loop:
 
     def step(self) -> StepOutputs:
         sizes = self.plan()
-        if sizes.num_rows == 0:
+        if not sizes.is_step:
             return self.core.take_outputs()
         counts, tokens = self.model.run(self.arena.view(sizes))
         return self.core.commit(sizes.step, self.now, counts, tokens)

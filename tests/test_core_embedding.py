@@ -92,6 +92,20 @@ def test_copies_to_another_tier_and_back(loop):
         loop.core.fetch(prompt, [70, 71])
 
 
+def test_an_idle_core_makes_a_step_of_copies_alone(loop):
+    loop.submit(1, list(range(8)), max_tokens=1)
+    loop.run()
+    away = loop.core.offload(list(range(8)), [70, 71])
+    sizes = loop.plan()
+    assert (sizes.is_step, sizes.num_rows, sizes.num_copies) == (True, 0, 2)
+    none = np.empty(0, dtype=np.int32)
+    assert loop.core.commit(sizes.step, loop.now, none, none).request_ids.tolist() == []
+    assert loop.core.complete(away.ticket, True)
+    sizes = loop.plan()
+    assert (sizes.is_step, sizes.step, sizes.num_copies) == (False, 0, 0)
+    assert not loop.core.has_work()
+
+
 # Policies.
 
 

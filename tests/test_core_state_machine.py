@@ -213,7 +213,7 @@ class CoreWalk(RuleBasedStateMachine):
             return
         self.now += 1
         sizes = self.core.plan(self.now, arena.words)
-        if sizes.num_rows == 0:
+        if not sizes.is_step:
             self._hear(self.core.take_outputs(), counts=None)
             return
         self.arenas.rotate(-1)

@@ -166,7 +166,7 @@ def test_schedules_a_request_without_torch(installed: Installed) -> None:
         tokens = []
         for now in range(1, 10):
             sizes = core.plan(now, arena)
-            if sizes.num_rows == 0:
+            if not sizes.is_step:
                 break
             counts = np.ones(sizes.num_outputs, dtype=np.int32)
             sampled = np.full(sizes.num_outputs, 40 + now, dtype=np.int32)

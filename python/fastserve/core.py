@@ -9,7 +9,7 @@
     inbox.submit(7, prompt, max_tokens=16, arrival=time.monotonic_ns())
     while core.has_work():                      # one thread: plan, run, commit
         sizes = core.plan(time.monotonic_ns(), arena.words)
-        if sizes.num_rows == 0:                 # nothing to run; aborts still have their say
+        if not sizes.is_step:                   # nothing to run; aborts still have their say
             outputs = core.take_outputs()
         else:
             counts, tokens = run(arena.view(sizes), core.block_tables)

@@ -314,7 +314,7 @@ class Engine:
         while len(self._planned) < self._max_in_flight:
             arena = self._spare_arena
             sizes = self._core.plan(time.monotonic_ns(), arena.words)
-            if sizes.num_rows == 0:
+            if not sizes.is_step:
                 return
             self._planned.append(_Planned(sizes, arena))
             self._spare_arena = self._next_arena()

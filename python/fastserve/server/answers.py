@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-class Answers:
+class Answers(ABC):
     """The answer to one HTTP request: one choice for each sequence of each prompt."""
 
     WHOLE: str
@@ -137,16 +138,19 @@ class Answers:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    @abstractmethod
     def _whole_text(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """The fields of a choice that hold its whole text."""
 
+    @abstractmethod
     def _piece_text(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """The fields of a streamed choice that hold a piece of it."""
 
+    @abstractmethod
     def _shape_logprobs(
         self, sent: _Sent, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        """The log probabilities of `tokens`, as this endpoint's schema has them."""
 
 
 class _Sent:

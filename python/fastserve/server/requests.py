@@ -10,6 +10,7 @@ taken as such.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -73,7 +74,7 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(_Strict, ABC):
     """What completions and chat completions have in common."""
 
     PROMPT: ClassVar[str]
@@ -137,8 +138,9 @@ class GenerationRequest(_Strict):
         given = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**given | self._own_sampling())
 
+    @abstractmethod
     def _own_sampling(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """What this endpoint calls by names of its own."""
 
 
 _SAMPLING = (

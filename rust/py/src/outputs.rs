@@ -15,10 +15,10 @@ use numpy::{Element, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// Sizes of a plan. `num_rows == 0`: there is nothing to run and no step was created.
+/// Sizes of a plan. Unless `is_step`, there is nothing to run and no step was created.
 #[pyclass(module = "fastserve._core", frozen, get_all)]
 pub(crate) struct PlanSizes {
-    /// The step to commit, if any row was planned.
+    /// The step to commit, if it is one.
     step: u64,
     /// Rows.
     num_rows: u32,
@@ -26,14 +26,22 @@ pub(crate) struct PlanSizes {
     num_tokens: u32,
     /// Output rows: results to give to `commit`.
     num_outputs: u32,
+    /// Copies, within the pool and to and from another tier. A step may have nothing else.
+    num_copies: u32,
 }
 
 #[pymethods]
 impl PlanSizes {
+    /// Whether there is a step to run and commit.
+    #[getter]
+    fn is_step(&self) -> bool {
+        self.num_rows > 0 || self.num_copies > 0
+    }
+
     fn __repr__(&self) -> String {
         format!(
-            "PlanSizes(step={}, num_rows={}, num_tokens={}, num_outputs={})",
-            self.step, self.num_rows, self.num_tokens, self.num_outputs
+            "PlanSizes(step={}, num_rows={}, num_tokens={}, num_outputs={}, num_copies={})",
+            self.step, self.num_rows, self.num_tokens, self.num_outputs, self.num_copies
         )
     }
 }
@@ -45,6 +53,7 @@ impl From<CorePlanSizes> for PlanSizes {
             num_rows: sizes.num_rows,
             num_tokens: sizes.num_tokens,
             num_outputs: sizes.num_outputs,
+            num_copies: sizes.num_copies,
         }
     }
 }
