@@ -144,7 +144,7 @@ def _formats(problems: list[str]) -> Iterator[tuple[str, str]]:
     yield "float32", "computed natively"
     yield (
         "bfloat16",
-        "computed natively"
+        "matrix products natively, attention and the rest through float32"
         if has_bfloat16
         else "computed through float32: this processor has no bfloat16 instructions",
     )
