@@ -42,12 +42,12 @@ struct Load {
 }
 
 impl Load {
-    fn new(rows: usize, context: usize) -> Self {
+    fn new(rows: usize, context: usize, num_steps: usize) -> Self {
         let num_short = (rows / 10).max(1);
         let num_long = rows - num_short;
         let long_prompt = (context * rows / num_long).next_multiple_of(BLOCK_SIZE as usize);
-        let max_model_len = 2 * long_prompt + 1024;
-        let live_blocks = num_long * (3 * long_prompt / 2 + NUM_STEPS + 64) / BLOCK_SIZE as usize;
+        let max_model_len = 2 * long_prompt + num_steps + 1024;
+        let live_blocks = num_long * (3 * long_prompt / 2 + num_steps + 64) / BLOCK_SIZE as usize;
         let config = CoreConfig {
             block_size: BLOCK_SIZE,
             num_blocks: (live_blocks + live_blocks / 8 + 8 * rows) as u32,
@@ -115,26 +115,30 @@ impl Load {
         }
     }
 
-    /// Plan and commit once; nanoseconds of both.
+    /// Plan and commit once; nanoseconds of both together.
     fn step_without_refill(&mut self) -> u64 {
         for token in &mut self.tokens {
             *token = self.random.below(VOCAB) as i32;
         }
-        self.now += 10_000_000;
         let begin = Instant::now();
+        self.plan_and_commit();
+        let nanos = begin.elapsed().as_nanos() as u64;
+        self.core.take_outputs(&mut self.outputs);
+        nanos
+    }
+
+    /// What is measured. `benches/instructions.py` counts what happens below this name.
+    #[inline(never)]
+    fn plan_and_commit(&mut self) {
+        self.now += 10_000_000;
         let sizes = self.core.plan(self.now, &mut self.arena).expect("a step can be planned");
-        let planned = begin.elapsed();
         if sizes.num_rows == 0 {
-            return 0;
+            return;
         }
         let outputs = sizes.num_outputs as usize;
         let results = Results { counts: &self.counts[..outputs], tokens: &self.tokens[..outputs] };
         self.now += 10_000_000;
-        let begin = Instant::now();
         self.core.commit(sizes.step, self.now, results).expect("the results fit");
-        let committed = begin.elapsed();
-        self.core.take_outputs(&mut self.outputs);
-        (planned + committed).as_nanos() as u64
     }
 
     /// A step, and new short requests for those that finished in it.
@@ -148,12 +152,12 @@ impl Load {
     }
 }
 
-fn measure(rows: usize, context: usize) {
-    let mut load = Load::new(rows, context);
+fn measure(rows: usize, context: usize, num_steps: usize) {
+    let mut load = Load::new(rows, context, num_steps);
     let evicted = load.core.stats().num_evicted_blocks;
-    let mut samples = Vec::with_capacity(NUM_STEPS);
+    let mut samples = Vec::with_capacity(num_steps);
     let mut allocated = 0;
-    for _ in 0..NUM_STEPS {
+    for _ in 0..num_steps {
         let before = allocations();
         let nanos = load.step_without_refill();
         allocated += allocations() - before;
@@ -167,13 +171,13 @@ fn measure(rows: usize, context: usize) {
     let stats = load.core.stats();
     assert_eq!(stats.num_preemptions, 0, "the load is stationary");
     assert_eq!(stats.free, 0, "every allocation evicts");
-    let evicted = (stats.num_evicted_blocks - evicted) as f64 / NUM_STEPS as f64;
+    let evicted = (stats.num_evicted_blocks - evicted) as f64 / num_steps as f64;
     let median = percentile(&mut samples, 50.0);
     println!(
         "{{\"bench\": \"step\", \"rows\": {rows}, \"context\": {context}, \"us\": {median:.2}, \
          \"p99_us\": {:.2}, \"worst_us\": {:.2}, \"ns_per_row\": {:.1}, \"ceiling_us\": {:.2}, \
          \"allocations\": {allocated}, \"evictions_per_step\": {evicted:.1}, \
-         \"short_rows\": {}, \"steps\": {NUM_STEPS}}}",
+         \"short_rows\": {}, \"steps\": {num_steps}}}",
         percentile(&mut samples, 99.0),
         percentile(&mut samples, 100.0),
         median * 1000.0 / rows as f64,
@@ -182,14 +186,22 @@ fn measure(rows: usize, context: usize) {
     );
 }
 
+/// The value after `name` on the command line.
+fn argument(name: &str) -> Option<usize> {
+    let value = std::env::args().skip_while(|argument| argument != name).nth(1)?;
+    Some(value.parse().unwrap_or_else(|_| panic!("{name} takes a number, not {value:?}")))
+}
+
 fn main() {
-    let quick = std::env::args().any(|argument| argument == "--quick");
+    let (only_rows, only_context) = (argument("--rows"), argument("--context"));
+    let num_steps = argument("--steps").unwrap_or(NUM_STEPS);
     for rows in [64, 256, 1024, 4096] {
         for context in [1024, 8192, 32_768] {
-            if quick && (rows > 1024 || context > 8192) {
-                continue;
+            if only_rows.is_none_or(|only| only == rows)
+                && only_context.is_none_or(|only| only == context)
+            {
+                measure(rows, context, num_steps);
             }
-            measure(rows, context);
         }
     }
 }

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub use fastserve_alloc as alloc;
 pub use fastserve_base as base;
 pub use fastserve_engine as engine;
 pub use fastserve_kv as kv;

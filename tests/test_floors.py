@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "python" / "fastserve"
 
 CRATE_FLOORS = {
+    "fastserve-alloc": 0,
     "fastserve-base": 0,
     "fastserve-kv": 1,
     "fastserve-sched": 1,

@@ -1,8 +1,10 @@
 //! What the benches share: seeded tokens, percentiles, a counting allocator, JSON lines.
 #![allow(dead_code, unreachable_pub, reason = "each bench uses its part")]
 
-use std::alloc::{GlobalAlloc, Layout, System};
+use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use fastserve::alloc::HugePages;
 
 /// Tokens are below this in every bench.
 pub const VOCAB: u32 = 128_256;
@@ -12,29 +14,29 @@ pub struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: every call goes to the system allocator unchanged.
+// SAFETY: every call goes to the allocator of the extension module unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the caller's promise, passed on.
-        unsafe { System.alloc(layout) }
+        unsafe { HugePages.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the caller's promise, passed on.
-        unsafe { System.alloc_zeroed(layout) }
+        unsafe { HugePages.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         // SAFETY: the caller's promise, passed on.
-        unsafe { System.dealloc(pointer, layout) }
+        unsafe { HugePages.dealloc(pointer, layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the caller's promise, passed on.
-        unsafe { System.realloc(pointer, layout, size) }
+        unsafe { HugePages.realloc(pointer, layout, size) }
     }
 }
 

@@ -171,6 +171,7 @@ impl Core {
         name.num_prompt_tokens = state.num_prompt_tokens;
         name.num_cached_tokens = state.num_cached_tokens.unwrap_or(0);
         name.num_edited = 0;
+        name.num_stored = row.num_known;
         name.claim = 0;
         if !planted(Fault::StaleRowSlot) {
             pass.writer.assigned(&Assignment {

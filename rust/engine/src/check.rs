@@ -5,6 +5,7 @@ use fastserve_sched::Status;
 use fastserve_sched::rows::flags;
 
 use crate::core::Core;
+use crate::tail::TAIL;
 
 impl Core {
     /// Panic if an invariant is broken. O(capacity + sequences).
@@ -47,7 +48,9 @@ impl Core {
             }
             let state = &self.sequences[row.sequence];
             assert_eq!(state.status, Status::Running(slot), "{:?}", state.id);
-            assert_eq!(state.tokens.len(), row.num_known as usize, "{:?}", state.id);
+            let num_stored = self.names[slot.index()].num_stored;
+            assert_eq!(state.tokens.len(), num_stored as usize, "{:?}", state.id);
+            assert_eq!(num_stored / TAIL, row.num_known / TAIL, "tail of {:?}", state.id);
             let blocks = row.num_computed.div_ceil(self.config.block_size) as usize;
             assert_eq!(self.kv.num_blocks_of(slot), blocks, "table of {:?}", state.id);
             assert!(

@@ -27,6 +27,7 @@ impl Core {
         self.last_now = now;
         let flight = self.flights.pop_front().expect("checked above");
         for (row, output) in flight.outputs.iter().enumerate() {
+            self.look_ahead_of_output(&flight.outputs, row);
             if output.samples {
                 self.accept(row, output.slot, results);
             } else if results.counts[row] < 0 {
@@ -86,6 +87,7 @@ impl Core {
     }
 
     fn roll_back(&mut self, slot: RowSlot) {
+        self.store_tail(slot);
         let row = self.rows[slot.index()];
         let sequence = &mut self.sequences[row.sequence];
         sequence.num_failures += 1;
@@ -156,11 +158,8 @@ impl Core {
             return;
         }
         let token = results.tokens[output] as u32;
-        row.num_known += 1;
-        row.last_token = token;
-        let sequence = &mut self.sequences[row.sequence];
-        sequence.tokens.push(token);
-        sequence.num_failures = 0;
+        self.push_token(slot, token);
+        let row = &self.rows[slot.index()];
         self.stats.num_generation_tokens += 1;
         let name = &self.names[slot.index()];
         let num_output_tokens = row.num_known - name.num_prompt_tokens;
@@ -266,6 +265,9 @@ impl Core {
 
     fn free_slot(&mut self, slot: RowSlot) {
         let sequence = self.rows[slot.index()].sequence;
+        if sequence != u32::MAX {
+            self.store_tail(slot);
+        }
         let is_fork = self.names[slot.index()].seq.index > 0;
         if !(planted(Fault::AbortForkedLeaks) && is_fork && sequence == u32::MAX) {
             self.kv.close(slot);

@@ -43,6 +43,7 @@ use rustc_hash::FxBuildHasher;
 
 use crate::inbox::{Command, Inbox, Retired, Shared};
 use crate::outputs::{Entry, EventKind, Lifecycle, Stats, StepOutputs, StepRecord, TimelineEvent};
+use crate::tail::Tail;
 use crate::transfer::OpenTransfer;
 
 /// A step between `plan` and `commit`.
@@ -68,7 +69,7 @@ pub(crate) struct FlightOutput {
     pub(crate) samples: bool,
 }
 
-/// What is seldom touched of a row slot.
+/// What a step touches last, or seldom, of a row slot.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RowName {
     pub(crate) seq: SeqId,
@@ -76,6 +77,8 @@ pub(crate) struct RowName {
     pub(crate) num_cached_tokens: u32,
     /// Leading table entries that the device knows of.
     pub(crate) num_edited: u32,
+    /// Tokens that its sequence holds; those known beyond are in its tail.
+    pub(crate) num_stored: u32,
     /// Hash of the block it is computing, 0 for none: others wait for it.
     pub(crate) claim: u64,
 }
@@ -101,6 +104,7 @@ pub struct Core {
 
     pub(crate) rows: Vec<Row>,
     pub(crate) names: Vec<RowName>,
+    pub(crate) tails: Vec<Tail>,
     pub(crate) free_slots: Vec<RowSlot>,
     pub(crate) service: ServiceOrder,
     pub(crate) order: PlanOrder,
@@ -143,6 +147,8 @@ pub(crate) struct Scratch {
     /// Forks begun in this step: the sibling whose prompt it is, the fork.
     pub(crate) forks: Vec<(RowSlot, RowSlot)>,
     pub(crate) copies: Vec<(u32, u32)>,
+    /// Rows that fill a block in this step.
+    pub(crate) filling: Vec<RowSlot>,
     /// Long prompts that the cap held back, and could take more.
     pub(crate) held_back: Vec<RowSlot>,
     /// Slots that join the running rows after the pass, and whom to stand beside.
@@ -193,6 +199,7 @@ impl Core {
             num_endings: 0,
             rows: vec![Row::EMPTY; slots],
             names: vec![RowName::default(); slots],
+            tails: vec![Tail::default(); slots],
             free_slots: (0..slots as u32).rev().map(RowSlot).collect(),
             service: ServiceOrder::with_capacity(slots),
             order: PlanOrder::with_capacity(slots),
@@ -222,6 +229,7 @@ impl Core {
                 deferred: Vec::with_capacity(crate::admit::MAX_DEFERRED),
                 forks: Vec::with_capacity(slots),
                 copies: Vec::with_capacity(slots),
+                filling: Vec::with_capacity(slots),
                 held_back: Vec::with_capacity(slots),
                 joining: Vec::with_capacity(slots),
                 freed: Vec::with_capacity(slots),

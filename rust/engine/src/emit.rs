@@ -33,7 +33,7 @@ impl Core {
                 state.key = key;
             }
         });
-        let num_decode_rows = self.count_decode_rows();
+        let num_decode_rows = self.look_ahead();
         let mut pass = Pass {
             step: self.next_step,
             now,

@@ -133,12 +133,23 @@ impl Core {
         while let Some(sequence) = next {
             let state = &self.sequences[sequence];
             if state.id == seq {
-                let generated = state.num_output_tokens();
+                let generated = self.num_output_tokens(sequence);
                 let kept = Some(num_tokens_kept.min(generated));
                 self.end(sequence, Ending { num_tokens_kept: kept, ..Ending::now(reason) });
                 return;
             }
             next = state.next_sibling;
+        }
+    }
+
+    /// Tokens that a sequence has generated, those in a row's tail included.
+    fn num_output_tokens(&self, sequence: u32) -> u32 {
+        let state = &self.sequences[sequence];
+        match state.status {
+            Status::Waiting => state.num_output_tokens(),
+            Status::Running(slot) | Status::Settling(slot) => {
+                self.rows[slot.index()].num_known - state.num_prompt_tokens
+            }
         }
     }
 
@@ -159,9 +170,10 @@ impl Core {
 
     /// End a sequence: out of the queue or off its row, one entry among the outputs.
     pub(crate) fn end(&mut self, sequence: u32, ending: Ending) {
+        let num_output_tokens =
+            ending.num_tokens_kept.unwrap_or_else(|| self.num_output_tokens(sequence));
         let state = &self.sequences[sequence];
         let (id, request) = (state.id, state.request);
-        let num_output_tokens = ending.num_tokens_kept.unwrap_or(state.num_output_tokens());
         let num_cached_tokens = state.num_cached_tokens.unwrap_or(0);
         match state.status {
             Status::Waiting => {

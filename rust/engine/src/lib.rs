@@ -28,8 +28,10 @@ mod core;
 mod emit;
 mod inbox;
 mod intake;
+mod lookahead;
 mod outputs;
 mod schedule;
+mod tail;
 mod timeline;
 mod transfer;
 

@@ -35,17 +35,6 @@ impl Pass<'_> {
 }
 
 impl Core {
-    /// Rows with one token to go: each keeps a token of the budget.
-    pub(crate) fn count_decode_rows(&self) -> u32 {
-        self.service
-            .slots()
-            .filter(|slot| {
-                let row = &self.rows[slot.index()];
-                row.is_runnable() && row.remaining() == 1
-            })
-            .count() as u32
-    }
-
     /// The pass. Rows of the step end up with `take` tokens and their blocks.
     pub(crate) fn schedule_running(&mut self, pass: &mut Pass<'_>) {
         let block_mask = self.config.block_size - 1;
@@ -97,6 +86,7 @@ impl Core {
         place: Option<usize>,
         slot: RowSlot,
     ) {
+        self.store_tail(slot);
         if place.is_some() && !self.follow(pass, slot) {
             pass.outstanding_blocks += self.missing_blocks(slot);
             return;
@@ -424,6 +414,8 @@ impl Core {
             return;
         }
         row.num_offered = full;
+        self.store_tail(slot);
+        let row = &self.rows[slot.index()];
         let sequence = &self.sequences[row.sequence];
         let request = &self.requests[sequence.request].request;
         let key = SeqKey { namespace: request.namespace, spans: &request.spans };

@@ -22,6 +22,7 @@
 //! slot).
 
 mod inspect;
+mod prefetch;
 mod sharing;
 
 use fastserve_base::fault::{Fault, planted};
@@ -165,6 +166,9 @@ impl KvManager {
     /// [`OutOfBlocks`] if fewer than `n` blocks are free or cached.
     pub fn allocate(&mut self, slot: RowSlot, n: usize) -> Result<(), OutOfBlocks> {
         self.want_available(n)?;
+        if n > 1 {
+            self.prefetch_evictions(n);
+        }
         for _ in 0..n {
             let block = self.take_block();
             self.append(slot, block);

@@ -11,6 +11,7 @@ use std::iter;
 use std::num::NonZeroU32;
 
 use fastserve_base::BlockId;
+use prefetch_index::prefetch_index;
 
 /// A block's number plus one, so that an empty entry takes no more room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +68,12 @@ impl ChildTable {
                 }
             }
         })
+    }
+
+    /// Ask memory for the place where a search for `hash` starts.
+    #[inline]
+    pub(crate) fn prefetch(&self, hash: u64) {
+        prefetch_index(&self.entries, self.home(tag(hash)));
     }
 
     /// The first that [`find`](Self::find) gives, for many hashes.

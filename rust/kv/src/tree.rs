@@ -30,6 +30,7 @@ use std::num::NonZeroU32;
 
 use fastserve_base::fault::{Fault, planted};
 use fastserve_base::{BlockId, CoreConfig, Namespace, Span, StepId, Token};
+use prefetch_index::prefetch_index;
 
 use crate::SeqKey;
 use crate::hash::ChainHasher;
@@ -161,12 +162,40 @@ impl PrefixTree {
         self.namespaces[block.index()]
     }
 
+    /// Ask memory for what it takes to put a block below `block`.
+    #[inline]
+    pub(crate) fn prefetch_node(&self, block: BlockId) {
+        prefetch_index(&self.nodes, block.index());
+        prefetch_index(&self.links, block.index());
+    }
+
+    /// Ask memory for what it takes to remove `block`. Returns its parent.
+    #[inline]
+    pub(crate) fn prefetch_removal(&self, block: BlockId) -> Option<BlockId> {
+        self.children.prefetch(self.nodes[block.index()].hash);
+        self.parent(block)
+    }
+
+    /// Ask memory for what it takes to make `block` a node with this key.
+    #[inline]
+    pub(crate) fn prefetch_insertion(&self, block: BlockId, key: &BlockKey<'_>) {
+        self.children.prefetch(key.hash);
+        self.prefetch_node(block);
+        prefetch_index(&self.tokens, self.first_token + block.index() * self.block_size);
+    }
+
     /// Where a sequence goes on whose path ends with `tail`.
     #[inline]
     pub(crate) fn place(&self, tail: Option<BlockId>, namespace: Namespace) -> Place {
         let hash =
             tail.map_or_else(|| self.hasher.root(namespace), |tail| self.nodes[tail.index()].hash);
         Place { tail, hash }
+    }
+
+    /// Where a sequence goes on after `block` with this key, which need not be a node yet.
+    #[inline]
+    pub(crate) fn place_after(block: BlockId, key: &BlockKey<'_>) -> Place {
+        Place { tail: Some(block), hash: key.hash }
     }
 
     /// Key of block `index` of a sequence, were it at `place`. `None` if `tokens` ends before it does.

@@ -32,6 +32,9 @@ use fastserve_sched::plan::{
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+#[global_allocator]
+static ALLOCATOR: fastserve_alloc::HugePages = fastserve_alloc::HugePages;
+
 /// Block pool, prefix tree and scheduler of a language-model serving engine.
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {

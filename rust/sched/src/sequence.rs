@@ -5,6 +5,7 @@
 //! while a step is planned or committed.
 
 use fastserve_base::{Nanos, Request, RowSlot, SeqId, Token};
+use prefetch_index::prefetch_index;
 
 use crate::policy::OrderKey;
 
@@ -108,6 +109,18 @@ impl<T> Slab<T> {
         let value = self.places[place as usize].take().expect("the place is in use");
         self.free.push(place);
         value
+    }
+
+    /// What is in a place, if it is in use.
+    #[inline]
+    pub fn get(&self, place: u32) -> Option<&T> {
+        self.places.get(place as usize)?.as_ref()
+    }
+
+    /// Ask memory for a place. Changes nothing.
+    #[inline]
+    pub fn prefetch(&self, place: u32) {
+        prefetch_index(&self.places, place as usize);
     }
 
     /// What is in a place, if it is in use.

@@ -159,6 +159,9 @@ impl KvManager {
             return;
         }
         self.last_probe = None;
+        if num_full > state.num_shared as usize + 1 {
+            self.prefetch_share(slot, key, tokens, num_full);
+        }
         for index in state.num_shared as usize..num_full {
             let place = self.tree.place(self.tail(slot), key.namespace);
             let block =
