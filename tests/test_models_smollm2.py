@@ -44,21 +44,35 @@ def prompts(source) -> list[list[int]]:
 def test_every_weight_equals_transformers(runner, reference):
     """To the last bit: the same numbers, in rows of our order."""
     config, weights = runner.config, runner._decoder.weights
-    assert torch.equal(weights.embedding, reference.model.embed_tokens.weight)
+
+    def numbers(matrix):
+        out = torch.empty(matrix.shape)
+        runner.kernels.embed(torch.arange(matrix.shape[0]), matrix, out)
+        return out
+
+    assert torch.equal(numbers(weights.embedding), reference.model.embed_tokens.weight)
+    assert weights.lm_head is weights.embedding
     assert torch.equal(weights.norm, reference.model.norm.weight)
     sizes = [config.q_size, config.kv_size, config.kv_size]
     for ours, theirs in zip(weights.layers, reference.model.layers, strict=True):
-        q, k, v = ours.qkv.split(sizes)
+        q, k, v = numbers(ours.qkv).split(sizes)
         assert torch.equal(q, theirs.self_attn.q_proj.weight)
         assert torch.equal(k, theirs.self_attn.k_proj.weight)
         assert torch.equal(v, theirs.self_attn.v_proj.weight)
-        assert torch.equal(ours.output, theirs.self_attn.o_proj.weight)
-        gate, up = ours.gate_up.chunk(2)
+        assert torch.equal(numbers(ours.output), theirs.self_attn.o_proj.weight)
+        gate, up = numbers(ours.gate_up).chunk(2)
         assert torch.equal(gate, theirs.mlp.gate_proj.weight)
         assert torch.equal(up, theirs.mlp.up_proj.weight)
-        assert torch.equal(ours.down, theirs.mlp.down_proj.weight)
+        assert torch.equal(numbers(ours.down), theirs.mlp.down_proj.weight)
         assert torch.equal(ours.attention_norm, theirs.input_layernorm.weight)
         assert torch.equal(ours.mlp_norm, theirs.post_attention_layernorm.weight)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_weights_in_the_format_of_the_file_are_counted_as_they_are(source, dtype):
+    """135 million numbers: four bits and two scales of 32 each, or four bytes."""
+    num_bytes = CpuRunner.load(source, dtype=dtype).weight_bytes
+    assert num_bytes < 110e6 if dtype == "auto" else num_bytes > 500e6
 
 
 @torch.inference_mode()

@@ -15,13 +15,14 @@ import transformers
 import gguf_factory
 import model_factory
 from fastserve.errors import ModelError
+from fastserve.kernels.cpu import CpuKernels
 from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.dequant import decode
 from fastserve.models.gguf_config import config_from_gguf
 from fastserve.models.gguf_file import read_gguf
 from fastserve.models.resolve import resolve
 from fastserve.models.tensors import COMMON_FORMATS, find_format
-from fastserve.models.weights import load_weights
+from fastserve.models.weights import Matrix, Packing, load_weights
 from fastserve.runner import CpuRunner
 from plans import PlanBuilder, drive
 
@@ -38,6 +39,15 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def file(folder, tmp_path_factory) -> Path:
     return gguf_factory.convert(folder, tmp_path_factory.mktemp("gguf") / "model.gguf", "Q4_1")
+
+
+def numbers(matrix: Matrix) -> np.ndarray:
+    """A matrix as float32, whatever it is kept as."""
+    if isinstance(matrix, torch.Tensor):
+        return matrix.float().numpy()
+    out = torch.empty(matrix.shape)
+    CpuKernels(1).embed(torch.arange(matrix.shape[0]), matrix, out)
+    return out.numpy()
 
 
 def blocks(name: str, num_blocks: int = 300) -> np.ndarray:
@@ -75,12 +85,15 @@ def test_header_equals_that_of_the_gguf_package(file):
         assert (info.offset, info.num_bytes) == (tensor.data_offset, tensor.n_bytes)
 
 
+@pytest.mark.parametrize("packing", [None, *Packing])
 @pytest.mark.parametrize("quantise", COMMON_FORMATS)
-def test_weights_are_what_the_file_says(quantise, folder, tmp_path):
+def test_weights_are_what_the_file_says(quantise, packing, folder, tmp_path):
     path = gguf_factory.convert(folder, tmp_path / "model.gguf", quantise)
     header = read_gguf(path)
     config = config_from_gguf(header)
-    weights = load_weights(Checkpoint.from_gguf(header), config, torch.float32, num_threads=2)
+    weights = load_weights(
+        Checkpoint.from_gguf(header), config, torch.float32, packing=packing, num_threads=2
+    )
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
     def stored(name: str) -> np.ndarray:
@@ -98,16 +111,50 @@ def test_weights_are_what_the_file_says(quantise, folder, tmp_path):
     q = undone(at + "attn_q.weight", config.num_q_heads)
     k = undone(at + "attn_k.weight", config.num_kv_heads)
     v = stored(at + "attn_v.weight")
-    np.testing.assert_array_equal(layer.qkv.numpy(), np.concatenate([q, k, v]))
+    np.testing.assert_array_equal(numbers(layer.qkv), np.concatenate([q, k, v]))
     gate, up = stored(at + "ffn_gate.weight"), stored(at + "ffn_up.weight")
-    np.testing.assert_array_equal(layer.gate_up.numpy(), np.concatenate([gate, up]))
-    np.testing.assert_array_equal(layer.down.numpy(), stored(at + "ffn_down.weight"))
-    np.testing.assert_array_equal(weights.embedding.numpy(), stored("token_embd.weight"))
+    np.testing.assert_array_equal(numbers(layer.gate_up), np.concatenate([gate, up]))
+    np.testing.assert_array_equal(numbers(layer.down), stored(at + "ffn_down.weight"))
+    np.testing.assert_array_equal(numbers(weights.embedding), stored("token_embd.weight"))
     assert weights.lm_head is weights.embedding
 
-    halved = load_weights(Checkpoint.from_gguf(header), config, torch.bfloat16)
-    assert torch.equal(halved.layers[1].qkv, layer.qkv.to(torch.bfloat16))
-    assert halved.num_bytes() * 2 == weights.num_bytes()
+    halved = load_weights(Checkpoint.from_gguf(header), config, torch.bfloat16, packing=packing)
+    if packing is Packing.AS_STORED:
+        assert halved.num_bytes() < weights.num_bytes()
+        np.testing.assert_array_equal(numbers(halved.layers[1].qkv), numbers(layer.qkv))
+    else:
+        assert halved.num_bytes() * 2 == weights.num_bytes()
+        rounded = torch.from_numpy(numbers(layer.qkv)).to(torch.bfloat16).float().numpy()
+        np.testing.assert_array_equal(numbers(halved.layers[1].qkv), rounded)
+
+
+@pytest.mark.parametrize("quantise", [*COMMON_FORMATS, "Q5_0"])
+def test_as_stored_computes_the_bits_of_float32(quantise, folder, tmp_path):
+    path = gguf_factory.convert(folder, tmp_path / "model.gguf", quantise)
+    rng = np.random.default_rng(2)
+    sequences = [rng.integers(0, model_factory.VOCAB_SIZE, n).tolist() for n in (3, 40, 1)]
+    logits = []
+    for dtype in ("auto", "float32"):
+        runner = CpuRunner.load(resolve(str(path)), dtype=dtype, num_threads=2)
+        if runner.dtype != torch.float32:
+            pytest.skip("this machine computes bfloat16 files in bfloat16")
+        logits.append(drive(runner, PlanBuilder(), sequences, lambda step, sequence: 7 + step))
+    for ours, theirs in zip(*logits, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("quantise", ["Q4_1", "Q4_K", "F32"])
+def test_logits_do_not_depend_on_company(quantise, folder, tmp_path):
+    """To the last bit: alone or beside others, in one chunk or token by token."""
+    path = gguf_factory.convert(folder, tmp_path / "model.gguf", quantise)
+    rng = np.random.default_rng(3)
+    sequences = [rng.integers(0, model_factory.VOCAB_SIZE, n).tolist() for n in (21, 200, 2, 65)]
+    runners = [CpuRunner.load(resolve(str(path)), num_threads=n) for n in (1, 2)]
+    together = drive(runners[0], PlanBuilder(), sequences, lambda step, sequence: 1000)
+    for chunk, runner in ((1, runners[1]), (7, runners[0]), (64, runners[1])):
+        for tokens, want in zip(sequences, together, strict=True):
+            alone = drive(runner, PlanBuilder(), [tokens], lambda *_, chunk=chunk: chunk)
+            np.testing.assert_array_equal(alone[0], want)
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,8 @@ def _formats(problems: list[str]) -> Iterator[tuple[str, str]]:
         if has_bfloat16
         else "computed through float32: this processor has no bfloat16 instructions",
     )
-    read = [name for name in COMMON_FORMATS if name not in ("F32", "BF16")]
-    yield "file formats", f"{', '.join(read)}: converted to --dtype when loaded"
+    kept = [name for name in COMMON_FORMATS if name not in ("F32", "F16", "BF16")]
+    yield "file formats", f"{', '.join(kept)}: multiplied as they are; others become float32"
     yield "KV cache", "float32, bfloat16 (--kv-cache-dtype)"
 
 

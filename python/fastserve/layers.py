@@ -1,8 +1,8 @@
-"""What the decoder is made of: products, the rotary table, buffers, and what it asks of kernels.
+"""What the decoder is made of: the rotary table, buffers, and what it asks of kernels.
 
-Matrix products go through torch; everything between two products is a fused kernel of the back end.
-The decoder knows only :class:`Kernels`, so that a CUDA back end can take the CPU's place and a test
-can bring a plain reference.
+Products, and what is between two of them, are kernels of the back end. The decoder knows only
+:class:`Kernels`, so that a CUDA back end can take the CPU's place and a test can bring a plain
+reference.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastserve.models.config import RopeConfig
+from fastserve.models.packed import PackedMatrix
 
 Indices: TypeAlias = NDArray[np.int32]
 Array: TypeAlias = Any
@@ -38,6 +39,14 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``silu(gate) * up``."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None, out: Tensor
+    ) -> Tensor:
+        """``x @ weight.T + bias`` into ``out``."""
+
+    def embed(self, token_ids: Tensor, weight: Tensor | PackedMatrix, out: Tensor) -> None:
+        """``weight[token_ids]`` into ``out``."""
 
     def rope_and_write_kv(
         self,
@@ -70,13 +79,6 @@ class Kernels(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over block tables."""
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``x @ weight.T + bias`` into ``out``."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def rope_table(

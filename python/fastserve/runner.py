@@ -22,7 +22,7 @@ from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.config import DecoderConfig
 from fastserve.models.decoder import Decoder, KvCache
 from fastserve.models.resolve import ModelSource
-from fastserve.models.weights import DecoderWeights, Progress, load_weights
+from fastserve.models.weights import DecoderWeights, Packing, Progress, load_weights
 
 Logits: TypeAlias = Tensor
 """float32 ``[num_outputs, vocab_size]``, valid until the runner's next step."""
@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 
 class CpuRunner:
-    """A model on the CPU: our kernels, torch's matrix products. One thread at a time steps it.
+    """A model on the CPU. One thread at a time steps it.
 
     Args:
         config: The architecture.
@@ -100,8 +100,9 @@ class CpuRunner:
 
         Args:
             source: From :func:`fastserve.models.resolve.resolve`.
-            dtype: ``float32``, ``bfloat16``, or ``auto``: bfloat16 where the file has it and the
-                CPU multiplies it natively, otherwise float32.
+            dtype: ``float32`` or ``bfloat16``, which weights are converted to. ``auto``: weights
+                stay in the file's format where a kernel knows it; bfloat16 is computed in where
+                the file has it and the CPU multiplies it natively, otherwise float32.
             kv_cache_dtype: The same for keys and values; ``auto`` is what is computed in.
             num_threads: Threads that compute. By default one for each core that may be used.
             progress: Called as the weights come in.
@@ -115,9 +116,17 @@ class CpuRunner:
         torch.set_num_threads(threads)
         kernels = CpuKernels(threads)
         computed = _auto_dtype(checkpoint, kernels) if dtype == "auto" else DTYPES[dtype]
+        packing = _packing(dtype, computed, kernels)
         stored = computed if kv_cache_dtype == "auto" else DTYPES[kv_cache_dtype]
         _check_heads(config, stored, source)
-        weights = load_weights(checkpoint, config, computed, num_threads=threads, progress=progress)
+        weights = load_weights(
+            checkpoint,
+            config,
+            computed,
+            packing=packing,
+            num_threads=threads,
+            progress=progress,
+        )
         return cls(config, weights, kernels, stored)
 
     @property
@@ -171,6 +180,13 @@ def _auto_dtype(checkpoint: Checkpoint, kernels: CpuKernels) -> torch.dtype:
     """The file's own format where that is fast, and otherwise one that loses nothing of it."""
     as_stored = checkpoint.main_format() == "BF16" and kernels.isa.endswith("bf16")
     return torch.bfloat16 if as_stored else torch.float32
+
+
+def _packing(dtype: str, computed: torch.dtype, kernels: CpuKernels) -> Packing | None:
+    """Our own products, except where torch has instructions that ours do not use yet."""
+    if computed == torch.bfloat16 and kernels.isa.endswith("bf16"):
+        return None
+    return Packing.AS_STORED if dtype == "auto" else Packing.AS_COMPUTED
 
 
 def _check_heads(config: DecoderConfig, kv_dtype: torch.dtype, source: ModelSource) -> None:

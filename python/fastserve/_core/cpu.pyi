@@ -4,11 +4,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Packed",
     "Pool",
+    "Weight",
     "available_isas",
     "detect_isa",
     "kv_layer_shape",
     "kv_shape",
+    "weight_formats",
 ]
 
 # bfloat16 travels as uint16.
@@ -23,6 +26,22 @@ def kv_shape(
 def kv_layer_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int]: ...
+def weight_formats() -> list[str]: ...
+
+@final
+class Packed:
+    def __new__(cls, format: str, num_rows: int, num_cols: int) -> Packed: ...
+    def fill(self, first_row: int, rows: NDArray[np.uint8]) -> None: ...
+
+@final
+class Weight:
+    def __new__(cls, parts: list[Packed]) -> Weight: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def formats(self) -> list[str]: ...
 
 @final
 class Pool:
@@ -34,6 +53,10 @@ class Pool:
     def rms_norm(
         self, x: _Array, weight: _Array, eps: float, out: _Array, residual: _Array | None = None
     ) -> None: ...
+    def linear(
+        self, x: _Array, weight: Weight, out: _Array, bias: _Array | None = None
+    ) -> None: ...
+    def gather(self, weight: Weight, rows: _Words, out: _Array) -> None: ...
     def silu_mul(self, gate_up: _Array, out: _Array) -> None: ...
     def rope_and_write_kv(
         self,

@@ -20,6 +20,8 @@ from fastserve._core import cpu
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastserve.models.packed import PackedMatrix
+
     Indices = NDArray[np.int32]
     Array = torch.Tensor | NDArray[np.float32] | NDArray[np.uint16]
 
@@ -73,6 +75,39 @@ class CpuKernels:
         carried = None if residual is None else as_array(residual)
         self._pool.rms_norm(as_array(x), as_array(weight), eps, as_array(out), carried)
         return out
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | PackedMatrix,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias`` into ``out``, which may be wider than what is computed in.
+
+        A packed weight is multiplied by our kernel: an element's bits depend on its row and its
+        column alone. A tensor goes through torch, which picks its way by the number of rows.
+        """
+        if not isinstance(weight, torch.Tensor):
+            carried = None if bias is None else as_array(bias)
+            self._pool.linear(as_array(x), weight.weight, as_array(out), carried)
+        elif out.dtype != x.dtype:
+            out.copy_(torch.nn.functional.linear(x, weight, bias))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+        return out
+
+    def embed(
+        self, token_ids: torch.Tensor, weight: torch.Tensor | PackedMatrix, out: torch.Tensor
+    ) -> None:
+        """``weight[token_ids]`` into ``out``."""
+        if isinstance(weight, torch.Tensor):
+            torch.index_select(weight, 0, token_ids, out=out)
+        else:
+            ids = token_ids.numpy().astype(np.int32)
+            self._pool.gather(weight.weight, ids, as_array(out))
 
     def silu_mul(self, gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """``silu(gate) * up``, where a row of ``gate_up`` is the gate's half, then up's."""

@@ -8,7 +8,8 @@ The decoder calls a layer's query projection ``layers.3.q.weight``. A Hugging Fa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -181,6 +182,34 @@ class TensorReader:
                 self._decode(info, raw.view(num_blocks, layout.block_bytes), target)
             self._advance(raw.numel())
 
+    def rows(self, info: TensorInfo, as_format: str, *, whole: bool = False) -> Iterator[Tensor]:
+        """The rows of a matrix as bytes: uint8 ``[rows, bytes of a row]``, valid until the next.
+
+        Args:
+            info: The tensor.
+            as_format: Its own format, ``F32`` or ``BF16``.
+            whole: All rows at once.
+
+        Raises:
+            ModelError: The file ends early or its number format is not known.
+        """
+        num_rows, num_cols = info.shape
+        if info.format.name != as_format:
+            dtype = _SAME[as_format]
+            for first, count in _steps(num_rows, num_cols, whole=whole):
+                target = torch.empty(count, num_cols, dtype=dtype)
+                self.read(_slice(info, first, count), target)
+                yield target.view(torch.uint8)
+            return
+        row_bytes = num_cols // info.format.block_elements * info.format.block_bytes
+        file = self._open(info)
+        for _, count in _steps(num_rows, num_cols, whole=whole):
+            self._raw = _at_least(self._raw, count * row_bytes)
+            raw = self._raw[: count * row_bytes]
+            self._fill(file, info, raw)
+            self._advance(raw.numel())
+            yield raw.view(count, row_bytes)
+
     def _decode(self, info: TensorInfo, raw: Tensor, target: Tensor) -> None:
         shape = (raw.shape[0], info.format.block_elements)
         if target.dtype == torch.float32 and target.is_contiguous():
@@ -211,6 +240,20 @@ class TensorReader:
                     "while it was read"
                 )
             left = left[count:]
+
+
+def _steps(num_rows: int, num_cols: int, *, whole: bool) -> Iterator[tuple[int, int]]:
+    """``(first row, rows)``, each step about as large as a buffer."""
+    step = num_rows if whole else max(1, _CHUNK_ELEMENTS // num_cols)
+    for first in range(0, num_rows, step):
+        yield first, min(step, num_rows - first)
+
+
+def _slice(info: TensorInfo, first: int, count: int) -> TensorInfo:
+    """Rows of a matrix as a tensor of their own."""
+    row_bytes = info.num_bytes // info.shape[0]
+    shape = (count, *info.shape[1:])
+    return replace(info, shape=shape, offset=info.offset + first * row_bytes)
 
 
 def _at_least(buffer: Tensor, size: int) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastserve.arena import PlanView
-from fastserve.layers import Array, Buffers, Indices, Kernels, linear, rope_table
+from fastserve.layers import Array, Buffers, Indices, Kernels, rope_table
 from fastserve.models.config import DecoderConfig
 from fastserve.models.weights import DecoderWeights, LayerWeights
 
@@ -51,7 +51,7 @@ class Decoder:
 
     Args:
         config: The architecture.
-        weights: All in one dtype, which is what is computed in.
+        weights: Those that are tensors in one dtype, which is what is computed in.
         kernels: The back end's fused operations.
     """
 
@@ -59,7 +59,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self.dtype = weights.embedding.dtype
+        self.dtype = weights.dtype
         self._buffers = Buffers(
             {
                 "hidden": config.hidden_size,
@@ -94,7 +94,7 @@ class Decoder:
         config, weights, kernels = self.config, self.weights, self.kernels
         rows = self._buffers.rows(plan.num_tokens)
         hidden, normed, added = rows["hidden"], rows["normed"], rows["added"]
-        torch.index_select(weights.embedding, 0, token_ids, out=hidden)
+        kernels.embed(token_ids, weights.embedding, hidden)
         first = weights.layers[0]
         kernels.rms_norm(hidden, first.attention_norm, config.norm_eps, out=normed)
         for index, layer in enumerate(weights.layers):
@@ -104,9 +104,9 @@ class Decoder:
                 )
             self._attend(index, layer, rows, plan, cache)
             kernels.rms_norm(added, layer.mlp_norm, config.norm_eps, residual=hidden, out=normed)
-            linear(normed, layer.gate_up, layer.gate_up_bias, rows["gate_up"])
+            kernels.linear(normed, layer.gate_up, layer.gate_up_bias, rows["gate_up"])
             kernels.silu_mul(rows["gate_up"], out=rows["activated"])
-            linear(rows["activated"], layer.down, layer.down_bias, added)
+            kernels.linear(rows["activated"], layer.down, layer.down_bias, added)
         return self._logits_of(hidden, added, plan)
 
     def _attend(
@@ -119,7 +119,7 @@ class Decoder:
     ) -> None:
         """From ``normed`` to what the attention adds."""
         config = self.config
-        qkv = linear(rows["normed"], layer.qkv, layer.qkv_bias, rows["qkv"])
+        qkv = self.kernels.linear(rows["normed"], layer.qkv, layer.qkv_bias, rows["qkv"])
         heads = (plan.num_tokens, -1, config.head_dim)
         sizes = [config.q_size, config.kv_size, config.kv_size]
         q, k, v = (part.view(heads) for part in qkv.split(sizes, dim=1))
@@ -146,7 +146,7 @@ class Decoder:
             window=config.windows[index],
             out=rows["attended"].view(heads),
         )
-        linear(rows["attended"], layer.output, layer.output_bias, rows["added"])
+        self.kernels.linear(rows["attended"], layer.output, layer.output_bias, rows["added"])
 
     def _logits_of(self, hidden: Tensor, added: Tensor, plan: PlanView) -> Tensor:
         """The LM head, on the rows that have an output and on no other."""
@@ -156,9 +156,7 @@ class Decoder:
             last, self.weights.norm, self.config.norm_eps, residual=residual
         )
         logits = self._logits_buffer(plan.num_outputs)
-        if self.dtype == torch.float32:
-            return linear(normed, self.weights.lm_head, None, logits)
-        return logits.copy_(torch.mm(normed, self.weights.lm_head.t()))
+        return self.kernels.linear(normed, self.weights.lm_head, None, logits)
 
     def _logits_buffer(self, num_rows: int) -> Tensor:
         if num_rows <= self._logits.shape[0]:

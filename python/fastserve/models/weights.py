@@ -5,6 +5,9 @@ Projections that read the same input are stored as one matrix, so that each is o
     qkv      [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]    queries, keys, values
     gate_up  [2 * intermediate_size, hidden_size]                          gate, up
 
+On a CPU they may be packed for our own products instead, in the number format of the file
+(:mod:`fastserve.models.packed`).
+
 The matrices are allocated first. Then every tensor of the checkpoint is read, a buffer at a time,
 into the rows that are its own, in the order of the file. Peak memory is the weights and a buffer a
 thread.
@@ -20,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from enum import Enum
 from threading import Lock
 from typing import Final, TypeAlias
 
@@ -29,9 +33,23 @@ from torch import Tensor
 from fastserve.errors import ModelError
 from fastserve.models.checkpoint import Checkpoint, TensorReader
 from fastserve.models.config import DecoderConfig
+from fastserve.models.packed import PackedMatrix, PackedRows
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes read so far and all there are to read: from any thread, one at a time."""
+
+
+class Packing(Enum):
+    """What packed matrices keep their numbers as."""
+
+    AS_STORED = "as stored"
+    """The file's format, where the kernels know it."""
+    AS_COMPUTED = "as computed"
+    """The dtype that is computed in."""
+
+
+Matrix: TypeAlias = Tensor | PackedMatrix
+"""A projection: a tensor for torch, or packed for the CPU's product kernels."""
 
 _IGNORED: Final = ("rotary_emb.inv_freq",)
 _ROPE_DIVISORS: Final = "rope_divisors.weight"
@@ -42,16 +60,16 @@ class LayerWeights:
     """One layer. Biases and head norms are ``None`` where the architecture has none."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
 
@@ -68,24 +86,40 @@ class DecoderWeights:
             a GGUF file has them.
     """
 
-    embedding: Tensor
+    embedding: Matrix
     layers: list[LayerWeights]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: Matrix
     rope_divisors: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.norm.dtype
 
     def num_bytes(self) -> int:
         """Memory that the weights take."""
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in self._tensors()}
-        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+        matrices = list(self._matrices())
+        packed = {id(matrix): matrix for matrix in matrices if isinstance(matrix, PackedMatrix)}
+        tensors = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        return sum(matrix.nbytes for matrix in packed.values()) + sum(
+            tensor.untyped_storage().nbytes() for tensor in storages.values()
+        )
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def close(self) -> None:
+        """Everything was read: put packed matrices together."""
+        for matrix in {id(matrix): matrix for matrix in self._matrices()}.values():
+            if isinstance(matrix, PackedMatrix):
+                matrix.close()
+
+    def _matrices(self) -> Iterator[Matrix]:
         yield from (self.embedding, self.norm, self.lm_head)
         for layer in self.layers:
             for name in LayerWeights.__slots__:
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    yield tensor
+                matrix = getattr(layer, name)
+                if matrix is not None:
+                    yield matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +130,7 @@ class _Part:
     """
 
     name: str
-    into: Tensor
+    into: Tensor | PackedRows
     num_heads: int = 0
 
 
@@ -105,19 +139,28 @@ def load_weights(
     config: DecoderConfig,
     dtype: torch.dtype,
     *,
+    packing: Packing | None = None,
     num_threads: int = 1,
     progress: Progress | None = None,
 ) -> DecoderWeights:
     """Allocate the weights and fill them from ``checkpoint``.
+
+    Args:
+        checkpoint: The tensors.
+        config: The architecture.
+        dtype: What is computed in, and what tensors are converted to.
+        packing: How matrices are packed for the CPU's products; ``None``: they are tensors.
+        num_threads: Threads that read.
+        progress: Called as the numbers come in.
 
     Raises:
         ModelError: A tensor is missing, superfluous, of the wrong shape or cut short.
     """
     has_divisors = _ROPE_DIVISORS in checkpoint
     with torch.device("meta"):  # Shapes without memory: a broken record may ask for any amount.
-        _check(checkpoint, config, _Allocation(config, dtype, has_divisors).parts)
+        _check(checkpoint, config, _Allocation(config, dtype, packing, has_divisors).parts)
     with torch.inference_mode(False):  # The threads that fill them are not in it.
-        allocation = _Allocation(config, dtype, has_divisors)
+        allocation = _Allocation(config, dtype, packing, has_divisors)
     parts = allocation.parts
     parts.sort(key=lambda part: (checkpoint[part.name].path, checkpoint[part.name].offset))
     total = sum(checkpoint[part.name].num_bytes for part in parts)
@@ -139,20 +182,25 @@ def load_weights(
                     part = pending.popleft()
                 except IndexError:
                     return
-                reader.read(checkpoint[part.name], _rows(part, checkpoint, config))
+                _read(part, checkpoint, config, reader)
 
     _run_in_threads(work, num_threads, pending.clear)
+    allocation.weights.close()
     return allocation.weights
 
 
-def _rows(part: _Part, checkpoint: Checkpoint, config: DecoderConfig) -> Tensor:
-    """Where a tensor goes, in the order in which the file has its numbers."""
-    if not (part.num_heads and checkpoint.interleaved):
-        return part.into
-    # Rows 2i and 2i + 1 of a head in the file are rows i and i + head_dim / 2 here.
-    halves = (part.num_heads, 2, config.head_dim // 2)
-    tail = part.into.shape[1:]
-    return part.into.view(*halves, *tail).transpose(1, 2)
+def _read(part: _Part, checkpoint: Checkpoint, config: DecoderConfig, reader: TensorReader) -> None:
+    """Read a tensor to where it belongs."""
+    info, into = checkpoint[part.name], part.into
+    num_paired_heads = part.num_heads if checkpoint.interleaved else 0
+    if isinstance(into, PackedRows):
+        into.read(reader, info, num_paired_heads)
+        return
+    if num_paired_heads:
+        # Rows 2i and 2i + 1 of a head in the file are rows i and i + head_dim / 2 here.
+        halves = (num_paired_heads, 2, config.head_dim // 2)
+        into = into.view(*halves, *into.shape[1:]).transpose(1, 2)
+    reader.read(info, into)
 
 
 def _run_in_threads(work: Callable[[], None], num_threads: int, stop: Callable[[], None]) -> None:
@@ -177,18 +225,25 @@ def _run_in_threads(work: Callable[[], None], num_threads: int, stop: Callable[[
 class _Allocation:
     """Empty weights, and for each tensor of a checkpoint where it goes."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, has_divisors: bool) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        packing: Packing | None,
+        has_divisors: bool,
+    ) -> None:
         self.config = config
         self.dtype = dtype
+        self.packing = packing
         self.parts: list[_Part] = []
         hidden, vocab = config.hidden_size, config.vocab_size
-        embedding = self._whole("embedding.weight", vocab, hidden)
+        embedding = self._matrix("embedding.weight", vocab, hidden)
         tied = config.tied_embeddings
         self.weights = DecoderWeights(
             embedding=embedding,
             layers=[self._layer(f"layers.{index}.") for index in range(config.num_layers)],
             norm=self._whole("norm.weight", hidden),
-            lm_head=embedding if tied else self._whole("lm_head.weight", vocab, hidden),
+            lm_head=embedding if tied else self._matrix("lm_head.weight", vocab, hidden),
             rope_divisors=None,
         )
         if has_divisors:
@@ -201,19 +256,20 @@ class _Allocation:
         hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
         heads = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
         halves = {"gate": inner, "up": inner}
-        whole, fused = self._whole, self._fused
+        whole, matrix = self._whole, self._matrix
+        fused, stacked = self._fused, self._stacked
         return LayerWeights(
             attention_norm=whole(f"{at}attention_norm.weight", hidden),
-            qkv=fused(at, heads, "weight", hidden),
+            qkv=stacked(at, heads, hidden),
             qkv_bias=fused(at, heads, "bias") if config.qkv_bias else None,
             q_norm=whole(f"{at}q_norm.weight", head) if config.qk_norm else None,
             k_norm=whole(f"{at}k_norm.weight", head) if config.qk_norm else None,
-            output=whole(f"{at}output.weight", hidden, config.q_size),
+            output=matrix(f"{at}output.weight", hidden, config.q_size),
             output_bias=whole(f"{at}output.bias", hidden) if config.output_bias else None,
             mlp_norm=whole(f"{at}mlp_norm.weight", hidden),
-            gate_up=fused(at, halves, "weight", hidden),
+            gate_up=stacked(at, halves, hidden),
             gate_up_bias=fused(at, halves, "bias") if config.mlp_bias else None,
-            down=whole(f"{at}down.weight", hidden, inner),
+            down=matrix(f"{at}down.weight", hidden, inner),
             down_bias=whole(f"{at}down.bias", hidden) if config.mlp_bias else None,
         )
 
@@ -221,6 +277,28 @@ class _Allocation:
         tensor = torch.empty(shape, dtype=self.dtype)
         self.parts.append(_Part(name, tensor))
         return tensor
+
+    def _matrix(self, name: str, num_rows: int, num_cols: int) -> Matrix:
+        if self.packing is None:
+            return self._whole(name, num_rows, num_cols)
+        return PackedMatrix([self._packed(name, num_rows, num_cols)])
+
+    def _packed(self, name: str, num_rows: int, num_cols: int, num_heads: int = 0) -> PackedRows:
+        as_stored = self.packing is Packing.AS_STORED
+        rows = PackedRows((num_rows, num_cols), None if as_stored else self.dtype)
+        self.parts.append(_Part(name, rows, num_heads))
+        return rows
+
+    def _stacked(self, at: str, sizes: dict[str, int], num_cols: int) -> Matrix:
+        if self.packing is None:
+            return self._fused(at, sizes, "weight", num_cols)
+        num_heads = {"q": self.config.num_q_heads, "k": self.config.num_kv_heads}
+        return PackedMatrix(
+            [
+                self._packed(f"{at}{kind}.weight", rows, num_cols, num_heads.get(kind, 0))
+                for kind, rows in sizes.items()
+            ]
+        )
 
     def _fused(self, at: str, sizes: dict[str, int], role: str, *inner: int) -> Tensor:
         tensor = torch.empty((sum(sizes.values()), *inner), dtype=self.dtype)

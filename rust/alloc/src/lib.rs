@@ -20,8 +20,9 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
-/// Allocations of so many bytes, half a huge page, get pages of their own.
-pub const LARGE: usize = 1 << 20;
+/// Allocations of so many bytes get pages of their own. Above any vector that a request has: those are
+/// reserved whole and touched in part.
+pub const LARGE: usize = 16 << 20;
 
 /// See the module header.
 #[derive(Debug, Clone, Copy, Default)]

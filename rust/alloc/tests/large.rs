@@ -97,7 +97,7 @@ fn mapped_bytes() -> usize {
 #[test]
 #[cfg(target_os = "linux")]
 fn memory_goes_back() {
-    let big = 64 * LARGE;
+    let big = 8 * LARGE;
     drop(vec![1_u8; big]);
     let before = mapped_bytes();
     for _ in 0..8 {

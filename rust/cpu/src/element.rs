@@ -51,6 +51,20 @@ impl Bf16 {
     }
 }
 
+/// An IEEE binary16, exactly; a signalling NaN becomes quiet.
+#[inline(always)]
+pub(crate) const fn f16_to_f32(bits: u16) -> f32 {
+    let sign = (bits as u32 & 0x8000) << 16;
+    let rest = bits as u32 & 0x7fff;
+    if rest >= 0x7c00 {
+        let quiet = if rest > 0x7c00 { 0x40_0000 } else { 0 };
+        return f32::from_bits(sign | 0x7f80_0000 | (rest & 0x3ff) << 13 | quiet);
+    }
+    // As the fraction and exponent of an f32 it is 2^112 too small, subnormal or not.
+    let scaled = f32::from_bits(rest << 13) * f32::from_bits((127 + 112) << 23);
+    f32::from_bits(scaled.to_bits() | sign)
+}
+
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}

@@ -5,7 +5,7 @@
 pub enum Isa {
     /// Plain Rust: any machine.
     Portable,
-    /// AVX2 with FMA.
+    /// AVX2 with FMA and F16C.
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
@@ -45,7 +45,11 @@ impl Isa {
             };
             match self {
                 Self::Portable => true,
-                Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+                Self::Avx2 => {
+                    is_x86_feature_detected!("avx2")
+                        && is_x86_feature_detected!("fma")
+                        && is_x86_feature_detected!("f16c")
+                }
                 Self::Avx512 => avx512(),
                 Self::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
             }

@@ -6,10 +6,10 @@ use std::arch::x86_64 as x86;
 use std::arch::x86_64::{__m128i, __m256, __m256i};
 
 use super::dispatch::run_avx2;
-use super::{Kernel, Simd};
+use super::{Grid, Kernel, LANES, Simd};
 use crate::element::Bf16;
 
-/// Proof that the machine has AVX2 and FMA.
+/// Proof that the machine has AVX2, FMA and F16C.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx2(());
 
@@ -50,7 +50,7 @@ pub(super) unsafe fn max_of_8(a: __m256) -> f32 {
 impl Avx2 {
     /// # Safety
     ///
-    /// The machine has AVX2 and FMA.
+    /// The machine has AVX2, FMA and F16C.
     #[inline(always)]
     pub(crate) const unsafe fn new() -> Self {
         Self(())
@@ -95,6 +95,28 @@ impl Avx2 {
         }
     }
 
+    /// Sixteen bytes, without sign.
+    #[inline(always)]
+    fn bytes(self, bytes: __m128i) -> Two {
+        // SAFETY: `self` is a proof of AVX2.
+        unsafe {
+            let low = x86::_mm256_cvtepu8_epi32(bytes);
+            let high = x86::_mm256_cvtepu8_epi32(x86::_mm_unpackhi_epi64(bytes, bytes));
+            Two(x86::_mm256_cvtepi32_ps(low), x86::_mm256_cvtepi32_ps(high))
+        }
+    }
+
+    /// The low and the high half of each byte.
+    #[inline(always)]
+    fn half_bytes(self, bytes: __m128i) -> (__m128i, __m128i) {
+        // SAFETY: `self` is a proof of AVX2.
+        unsafe {
+            let mask = x86::_mm_set1_epi8(15);
+            let high = x86::_mm_and_si128(x86::_mm_srli_epi16::<4>(bytes), mask);
+            (x86::_mm_and_si128(bytes, mask), high)
+        }
+    }
+
     /// All bits of lane i set where bit i of `mask` is.
     #[inline(always)]
     fn lanes_of(self, mask: u8) -> __m256 {
@@ -122,6 +144,32 @@ impl Simd for Avx2 {
     type V = Two;
     const IS_PLAIN: bool = false;
     const MANY_REGISTERS: bool = false;
+    #[inline(always)]
+    fn cover<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize) {
+        for panel in 0..num_panels {
+            for row in (0..num_rows).step_by(6) {
+                match num_rows - row {
+                    1 | 2 => grid.tile::<Self, 2, 1>(self, row, panel),
+                    3 | 4 => grid.tile::<Self, 4, 1>(self, row, panel),
+                    _ => grid.tile::<Self, 6, 1>(self, row, panel),
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    fn cover_few<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize) {
+        let mut panel = 0;
+        while num_rows == 1 && panel + 2 <= num_panels {
+            grid.tile::<Self, 1, 2>(self, 0, panel);
+            panel += 2;
+        }
+        for panel in panel..num_panels {
+            match num_rows {
+                1 | 2 => grid.tile::<Self, 2, 1>(self, 0, panel),
+                _ => grid.tile::<Self, 4, 1>(self, 0, panel),
+            }
+        }
+    }
 
     instructions! {
         add(a, b) = _mm256_add_ps;
@@ -237,6 +285,60 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> Two {
+        // SAFETY: the caller's promise, and `self` is a proof of F16C.
+        unsafe {
+            Two(
+                x86::_mm256_cvtph_ps(x86::_mm_loadu_si128(from.cast())),
+                x86::_mm256_cvtph_ps(x86::_mm_loadu_si128(from.add(8).cast())),
+            )
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(self, from: *const u8) -> Two {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX2.
+        self.bytes(unsafe { x86::_mm_loadu_si128(from.cast()) })
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> Two {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX2.
+        unsafe {
+            let low = x86::_mm256_cvtepi8_epi32(x86::_mm_loadl_epi64(from.cast()));
+            let high = x86::_mm256_cvtepi8_epi32(x86::_mm_loadl_epi64(from.add(8).cast()));
+            Two(x86::_mm256_cvtepi32_ps(low), x86::_mm256_cvtepi32_ps(high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_pairs_u4(self, from: *const u8) -> (Two, Two) {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX2.
+        unsafe {
+            let (low, high) = self.half_bytes(x86::_mm_loadu_si128(from.cast()));
+            (self.bytes(low), self.bytes(high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_fours_u6(self, low: *const u8, high: *const u8) -> [Two; 4] {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX2.
+        unsafe {
+            let (a, b) = self.half_bytes(x86::_mm_loadu_si128(low.cast()));
+            let (c, d) = self.half_bytes(x86::_mm_loadu_si128(low.add(LANES).cast()));
+            let high = x86::_mm_loadu_si128(high.cast());
+            let upper = x86::_mm_set1_epi8(0x30);
+            // The two bits of each number, moved to bits 4 and 5.
+            let a2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<4>(high), upper);
+            let b2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<2>(high), upper);
+            let c2 = x86::_mm_and_si128(high, upper);
+            let d2 = x86::_mm_and_si128(x86::_mm_srli_epi16::<2>(high), upper);
+            [
+                self.bytes(x86::_mm_or_si128(a, a2)),
+                self.bytes(x86::_mm_or_si128(b, b2)),
+                self.bytes(x86::_mm_or_si128(c, c2)),
+                self.bytes(x86::_mm_or_si128(d, d2)),
+            ]
+        }
+    }
+
+    #[inline(always)]
     fn prefetch(self, at: *const u8) {
         // SAFETY: a hint, which is allowed any address.
         unsafe { x86::_mm_prefetch::<{ x86::_MM_HINT_T1 }>(at.cast()) }
@@ -244,7 +346,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn call<K: Kernel>(self, kernel: &K, item: usize) {
-        // SAFETY: `self` is a proof of AVX2 and FMA.
+        // SAFETY: `self` is a proof of AVX2, FMA and F16C.
         unsafe { run_avx2(kernel, item) }
     }
 }

@@ -3,11 +3,11 @@
 #![expect(clippy::unused_self, reason = "`self` is the proof that the instructions exist")]
 
 use std::arch::x86_64 as x86;
-use std::arch::x86_64::{__m256, __m512, __m512i};
+use std::arch::x86_64::{__m128i, __m256, __m512, __m512i};
 
 use super::avx2::{max_of_8, sum_of_8};
 use super::dispatch::run_avx512;
-use super::{Kernel, Simd};
+use super::{Grid, Kernel, LANES, Simd};
 use crate::element::Bf16;
 
 /// Proof that the machine has AVX-512 F, BW, VL and DQ.
@@ -28,6 +28,24 @@ impl Avx512 {
     fn halves(self, a: __m512) -> (__m256, __m256) {
         // SAFETY: `self` is a proof of AVX-512.
         unsafe { (x86::_mm512_castps512_ps256(a), x86::_mm512_extractf32x8_ps::<1>(a)) }
+    }
+
+    /// Sixteen bytes, without sign.
+    #[inline(always)]
+    fn bytes(self, bytes: __m128i) -> __m512 {
+        // SAFETY: `self` is a proof of AVX-512.
+        unsafe { x86::_mm512_cvtepi32_ps(x86::_mm512_cvtepu8_epi32(bytes)) }
+    }
+
+    /// The low and the high half of each byte.
+    #[inline(always)]
+    fn half_bytes(self, bytes: __m128i) -> (__m128i, __m128i) {
+        // SAFETY: `self` is a proof of AVX-512.
+        unsafe {
+            let mask = x86::_mm_set1_epi8(15);
+            let high = x86::_mm_and_si128(x86::_mm_srli_epi16::<4>(bytes), mask);
+            (x86::_mm_and_si128(bytes, mask), high)
+        }
     }
 
     /// First and second of each pair: a bfloat16 is the upper half of an `f32`.
@@ -59,6 +77,29 @@ impl Simd for Avx512 {
     type V = __m512;
     const IS_PLAIN: bool = false;
     const MANY_REGISTERS: bool = true;
+    #[inline(always)]
+    fn cover<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize) {
+        for panel in (0..num_panels).step_by(2) {
+            for row in (0..num_rows).step_by(12) {
+                match (num_panels - panel, num_rows - row) {
+                    (1, 1..=4) => grid.tile::<Self, 4, 1>(self, row, panel),
+                    (1, _) => grid.tile::<Self, 12, 1>(self, row, panel),
+                    (_, 1..=4) => grid.tile::<Self, 4, 2>(self, row, panel),
+                    _ => grid.tile::<Self, 12, 2>(self, row, panel),
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    fn cover_few<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize) {
+        for panel in (0..num_panels).step_by(2) {
+            match (num_panels - panel, num_rows) {
+                (1, _) => grid.tile::<Self, 4, 1>(self, 0, panel),
+                (_, 1) => grid.tile::<Self, 1, 2>(self, 0, panel),
+                _ => grid.tile::<Self, 4, 2>(self, 0, panel),
+            }
+        }
+    }
 
     instructions! {
         add(a, b) = _mm512_add_ps;
@@ -166,6 +207,53 @@ impl Simd for Avx512 {
             let low = x86::_mm512_castsi256_si512(x86::_mm256_loadu_si256(low.cast()));
             x86::_mm512_inserti64x4::<1>(low, x86::_mm256_loadu_si256(high.cast()))
         })
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> __m512 {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
+        unsafe { x86::_mm512_cvtph_ps(x86::_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(self, from: *const u8) -> __m512 {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
+        self.bytes(unsafe { x86::_mm_loadu_si128(from.cast()) })
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> __m512 {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
+        unsafe {
+            x86::_mm512_cvtepi32_ps(x86::_mm512_cvtepi8_epi32(x86::_mm_loadu_si128(from.cast())))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_pairs_u4(self, from: *const u8) -> (__m512, __m512) {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
+        unsafe {
+            let (low, high) = self.half_bytes(x86::_mm_loadu_si128(from.cast()));
+            (self.bytes(low), self.bytes(high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_fours_u6(self, low: *const u8, high: *const u8) -> [__m512; 4] {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
+        unsafe {
+            let (a, b) = self.half_bytes(x86::_mm_loadu_si128(low.cast()));
+            let (c, d) = self.half_bytes(x86::_mm_loadu_si128(low.add(LANES).cast()));
+            let high = x86::_mm_loadu_si128(high.cast());
+            let upper = x86::_mm_set1_epi8(0x30);
+            // The two bits of each number, moved to bits 4 and 5.
+            let a2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<4>(high), upper);
+            let b2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<2>(high), upper);
+            let c2 = x86::_mm_and_si128(high, upper);
+            let d2 = x86::_mm_and_si128(x86::_mm_srli_epi16::<2>(high), upper);
+            [
+                self.bytes(x86::_mm_or_si128(a, a2)),
+                self.bytes(x86::_mm_or_si128(b, b2)),
+                self.bytes(x86::_mm_or_si128(c, c2)),
+                self.bytes(x86::_mm_or_si128(d, d2)),
+            ]
+        }
     }
 
     #[inline(always)]

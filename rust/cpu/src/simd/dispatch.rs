@@ -36,9 +36,9 @@ pub(crate) unsafe fn run<K: Kernel>(isa: Isa, kernel: &K, item: usize) {
 
 /// # Safety
 ///
-/// The machine has AVX2 and FMA.
+/// The machine has AVX2, FMA and F16C.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn run_avx2<K: Kernel>(kernel: &K, item: usize) {
     // SAFETY: the caller's promise.
     kernel.run(unsafe { Avx2::new() }, item);
@@ -48,7 +48,7 @@ pub(super) unsafe fn run_avx2<K: Kernel>(kernel: &K, item: usize) {
 ///
 /// The machine has AVX-512 F, BW, VL and DQ.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
 pub(super) unsafe fn run_avx512<K: Kernel>(kernel: &K, item: usize) {
     // SAFETY: the caller's promise.
     kernel.run(unsafe { Avx512::new() }, item);

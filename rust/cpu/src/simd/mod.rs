@@ -26,6 +26,9 @@ use crate::element::Bf16;
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
+/// Most rows for [`Simd::cover_few`].
+pub(crate) const FEW_ROWS: usize = 4;
+
 /// Sixteen `f32` lanes and what can be done with them.
 ///
 /// Pairs: `load_pairs` reads sixteen pairs of bfloat16 and returns the first of each pair and the
@@ -39,6 +42,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const IS_PLAIN: bool;
     /// Whether 32 vectors fit in registers, rather than 8.
     const MANY_REGISTERS: bool;
+
+    /// Cover a grid with tiles that fit the registers: those of a panel before those of the next.
+    /// A tile may be taller than what is left of the rows.
+    fn cover<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize);
+    /// The same for at most [`FEW_ROWS`], with fewer shapes: each is code of its own.
+    fn cover_few<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize);
 
     /// All lanes equal.
     fn splat(self, value: f32) -> Self::V;
@@ -94,12 +103,37 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen [`Bf16`] are readable at each of `low` and `high`.
     unsafe fn load_pairs_split(self, low: *const Bf16, high: *const Bf16) -> (Self::V, Self::V);
 
+    /// # Safety
+    /// Sixteen IEEE binary16 are readable at `from`.
+    unsafe fn load_f16(self, from: *const u16) -> Self::V;
+    /// # Safety
+    /// Sixteen bytes are readable at `from`.
+    unsafe fn load_u8(self, from: *const u8) -> Self::V;
+    /// # Safety
+    /// Sixteen bytes are readable at `from`.
+    unsafe fn load_i8(self, from: *const i8) -> Self::V;
+    /// Sixteen pairs of half bytes: the low ones, the high ones.
+    /// # Safety
+    /// Sixteen bytes are readable at `from`.
+    unsafe fn load_pairs_u4(self, from: *const u8) -> (Self::V, Self::V);
+    /// Sixteen times four numbers of six bits. `low` has two rows of pairs of their low four bits,
+    /// `high` has the high two bits of four numbers in each byte, the first lowest.
+    /// # Safety
+    /// 32 bytes are readable at `low`, sixteen at `high`.
+    unsafe fn load_fours_u6(self, low: *const u8, high: *const u8) -> [Self::V; 4];
+
     /// Ask for the line at `at`, any address, to be in the second-level cache; or do nothing.
     fn prefetch(self, at: *const u8);
 
     /// Run `kernel` in a function of its own that has the instructions: for the boundary between
     /// loops that should not be inlined into each other.
     fn call<K: Kernel>(self, kernel: &K, item: usize);
+}
+
+/// Sums, sixteen side by side, that are computed in tiles: `R` rows by `P` panels of them at a time.
+pub(crate) trait Grid {
+    /// Compute a tile.
+    fn tile<S: Simd, const R: usize, const P: usize>(&self, s: S, row: usize, panel: usize);
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Vectors as arrays: any machine, and the meaning of every operation in plain Rust.
 
-use super::{Kernel, LANES, Simd};
-use crate::element::Bf16;
+use super::{Grid, Kernel, LANES, Simd};
+use crate::element::{Bf16, f16_to_f32};
 
 /// Plain Rust.
 #[derive(Debug, Clone, Copy)]
@@ -57,6 +57,18 @@ impl Simd for Portable {
     type V = Array;
     const IS_PLAIN: bool = true;
     const MANY_REGISTERS: bool = false;
+    #[inline(always)]
+    fn cover_few<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize) {
+        self.cover(grid, num_rows, num_panels);
+    }
+    #[inline(always)]
+    fn cover<G: Grid>(self, grid: &G, num_rows: usize, num_panels: usize) {
+        for panel in 0..num_panels {
+            for row in 0..num_rows {
+                grid.tile::<Self, 1, 1>(self, row, panel);
+            }
+        }
+    }
 
     #[inline(always)]
     fn splat(self, value: f32) -> Array {
@@ -168,6 +180,42 @@ impl Simd for Portable {
         low.0[8..].copy_from_slice(&high.0[..8]);
         low.1[8..].copy_from_slice(&high.1[..8]);
         low
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> Array {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<[u16; LANES]>().read_unaligned() }.map(f16_to_f32)
+    }
+    #[inline(always)]
+    unsafe fn load_u8(self, from: *const u8) -> Array {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<[u8; LANES]>().read() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> Array {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<[i8; LANES]>().read() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_pairs_u4(self, from: *const u8) -> (Array, Array) {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { from.cast::<[u8; LANES]>().read() };
+        (bytes.map(|byte| f32::from(byte & 15)), bytes.map(|byte| f32::from(byte >> 4)))
+    }
+    #[inline(always)]
+    unsafe fn load_fours_u6(self, low: *const u8, high: *const u8) -> [Array; 4] {
+        let mut out = [[0.0; LANES]; 4];
+        for lane in 0..LANES {
+            for (i, out) in out.iter_mut().enumerate() {
+                // SAFETY: the caller's promise.
+                let (low, high) =
+                    unsafe { (low.add(i / 2 * LANES + lane).read(), high.add(lane).read()) };
+                let (low, high) = (low >> (i % 2 * 4) & 15, high >> (i * 2) & 3);
+                out[lane] = f32::from(low | high << 4);
+            }
+        }
+        out
     }
 
     #[inline(always)]

@@ -1,0 +1,97 @@
+"""Projections in the layout of the CPU's product kernels, in the number format of the file.
+
+A fused projection has parts that a file may keep in different formats; each stays in its own, so
+that a weight takes the room that it takes in the file. A format that the kernels do not know is
+read as float32.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from fastserve._core import cpu
+from fastserve.models.checkpoint import TensorReader
+from fastserve.models.tensors import TensorInfo
+
+FORMATS: Final = frozenset(cpu.weight_formats())
+"""Formats that products are computed from as they are."""
+
+_NAMES: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+class PackedRows:
+    """One tensor of a checkpoint, on its way into a :class:`PackedMatrix`.
+
+    Args:
+        shape: Rows and columns.
+        dtype: What the numbers are converted to; ``None`` leaves them in the file's format.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype | None) -> None:
+        self.shape = shape
+        self._dtype = dtype
+        self._packed: cpu.Packed | None = None
+
+    def read(self, reader: TensorReader, info: TensorInfo, num_paired_heads: int = 0) -> None:
+        """Read the tensor.
+
+        Args:
+            reader: Reads.
+            info: What.
+            num_paired_heads: Heads whose rows 2i and 2i + 1 in the file are rows i and
+                i + head_dim / 2 here; 0: rows are in order.
+        """
+        name = info.format.name
+        if self._dtype is not None:
+            name = _NAMES[self._dtype]
+        elif name not in FORMATS:
+            name = "F32"
+        packed = cpu.Packed(name, *self.shape)
+        first = 0
+        for rows in reader.rows(info, name, whole=num_paired_heads > 0):
+            count = rows.shape[0]
+            if num_paired_heads:
+                heads = rows.view(num_paired_heads, -1, 2, rows.shape[1])
+                rows = heads.transpose(1, 2).reshape(rows.shape)
+            packed.fill(first, rows.reshape(-1).numpy())
+            first += count
+        self._packed = packed
+
+    def take(self) -> cpu.Packed:
+        """What was read, once."""
+        packed, self._packed = self._packed, None
+        if packed is None:
+            raise RuntimeError("the rows were not read, or were taken already")
+        return packed
+
+
+class PackedMatrix:
+    """A projection ``[outputs, inputs]``.
+
+    Args:
+        parts: Its tensors, one below the other.
+    """
+
+    def __init__(self, parts: list[PackedRows]) -> None:
+        self._parts = parts
+        self._weight: cpu.Weight | None = None
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+
+    def close(self) -> None:
+        """All parts were read: put them together."""
+        self._weight = cpu.Weight([part.take() for part in self._parts])
+        self._parts = []
+
+    @property
+    def weight(self) -> cpu.Weight:
+        """What the kernels take."""
+        if self._weight is None:
+            raise RuntimeError("the parts were not put together")
+        return self._weight
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self.weight.num_bytes

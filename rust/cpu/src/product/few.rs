@@ -1,0 +1,124 @@
+//! Few rows: straight from the stored weights, once through memory.
+
+use std::marker::PhantomData;
+
+use super::stored::{F32, Half, Q4K, Q4Min, Q4Signed, Q6K, Q8, Stored};
+use super::tile::{Groups, tile};
+use super::weight::{Strip, WeightFormat};
+use super::{PIECE, Product};
+use crate::element::{Bf16, DType};
+use crate::simd::{Grid, Kernel, LANES, Lanes, Simd};
+
+/// One strip, whatever it is stored as. Each format is a function of its own.
+#[inline(always)]
+pub(super) fn strip<S: Simd>(s: S, product: &Product<'_>, strip: usize) {
+    let part = product.weight.strips()[strip].part;
+    match product.weight.parts()[part].format() {
+        WeightFormat::F32 | WeightFormat::F16 => s.call(&Few::<F32>::new(product), strip),
+        WeightFormat::Bf16 => s.call(&Few::<Half>::new(product), strip),
+        WeightFormat::Q8_0 => s.call(&Few::<Q8>::new(product), strip),
+        WeightFormat::Q4_0 => s.call(&Few::<Q4Signed>::new(product), strip),
+        WeightFormat::Q4_1 => s.call(&Few::<Q4Min>::new(product), strip),
+        WeightFormat::Q4K => s.call(&Few::<Q4K>::new(product), strip),
+        WeightFormat::Q6K => s.call(&Few::<Q6K>::new(product), strip),
+    }
+}
+
+struct Few<'a, W> {
+    product: &'a Product<'a>,
+    format: PhantomData<fn() -> W>,
+}
+
+impl<'a, W> Few<'a, W> {
+    fn new(product: &'a Product<'a>) -> Self {
+        Self { product, format: PhantomData }
+    }
+}
+
+impl<W: Stored> Kernel for Few<'_, W> {
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, strip: usize) {
+        let strip = self.product.weight.strips()[strip];
+        let grid = Rows::<W> { product: self.product, strip, format: PhantomData };
+        s.cover_few(&grid, self.product.x.num_rows(), strip.num_panels);
+    }
+}
+
+/// All rows by a strip.
+struct Rows<'a, W> {
+    product: &'a Product<'a>,
+    strip: Strip,
+    format: PhantomData<fn() -> W>,
+}
+
+impl<W: Stored> Grid for Rows<'_, W> {
+    #[inline(always)]
+    fn tile<S: Simd, const R: usize, const P: usize>(&self, s: S, row: usize, panel: usize) {
+        let (&Product { x, weight, .. }, strip) = (self.product, self.strip);
+        let (num_rows, len) = (x.num_rows(), x.num_cols());
+        // Where there are fewer rows than the tile has, the last is computed again.
+        let mut rows = [x.row::<f32>(row); R];
+        for (r, to) in rows.iter_mut().enumerate() {
+            *to = x.row((row + r).min(num_rows - 1));
+        }
+        let part = &weight.parts()[strip.part];
+        let mut panels = [part.panel(strip.first_panel + panel); P];
+        for (p, to) in panels.iter_mut().enumerate() {
+            *to = part.panel(strip.first_panel + panel + p);
+        }
+        let mut totals = [[s.splat(0.0); P]; R];
+        for start in (0..len).step_by(PIECE) {
+            let mut sums = [[s.splat(0.0); P]; R];
+            let groups = Groups::between::<W>(start, PIECE.min(len - start));
+            // SAFETY: rows of x have `len` numbers, panels of this part have as many positions.
+            unsafe { tile::<S, W, R, P>(s, rows, panels, groups, &mut sums) };
+            for r in 0..R {
+                rows[r] = rows[r].wrapping_add(PIECE);
+                for p in 0..P {
+                    totals[r][p] = s.add(totals[r][p], sums[r][p]);
+                }
+            }
+        }
+        for (row, sums) in (row..num_rows).zip(&totals) {
+            for (p, &sum) in sums.iter().enumerate() {
+                let at = (panel + p) * LANES;
+                // SAFETY: this strip's columns of the row are this thread's alone.
+                unsafe { finish(s, self.product, row, strip, at, sum) };
+            }
+        }
+    }
+}
+
+/// Add the bias to sixteen columns of a row, from `at` of the strip on, and store them.
+///
+/// # Safety
+///
+/// No other thread has these columns.
+#[inline(always)]
+pub(super) unsafe fn finish<S: Simd>(
+    s: S,
+    product: &Product<'_>,
+    row: usize,
+    strip: Strip,
+    at: usize,
+    mut sum: S::V,
+) {
+    if at >= strip.num_rows {
+        return;
+    }
+    let (col, len) = (strip.first_row + at, strip.num_rows - at);
+    // SAFETY: `len` columns of the strip from `col` on are columns of the result and of the bias.
+    unsafe {
+        if let Some(bias) = product.bias {
+            let bias = match bias.dtype() {
+                DType::F32 => f32::load_first(s, bias.row::<f32>(0).add(col), len),
+                DType::Bf16 => Bf16::load_first(s, bias.row::<Bf16>(0).add(col), len),
+            };
+            sum = s.add(sum, bias);
+        }
+        match product.out.as_matrix().dtype() {
+            DType::F32 => f32::store_first(s, product.out.row::<f32>(row).add(col), len, sum),
+            DType::Bf16 => Bf16::store_first(s, product.out.row::<Bf16>(row).add(col), len, sum),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! From stored numbers to `f32`, sixteen rows and four positions of K at a time.
+//!
+//! The operations are those that define a format, in their order and each rounded: scale, then minimum.
+//! So a weight has the bits that dequantizing it has.
+
+#![expect(clippy::cast_ptr_alignment, reason = "loads of vectors take any alignment")]
+
+use crate::element::Bf16;
+use crate::simd::{LANES, Simd};
+
+/// Positions of K that [`Stored::four`] gives.
+pub(super) const FOUR: usize = 4;
+
+/// A format of packed weights. See `pack` for the layouts.
+pub(super) trait Stored {
+    /// Positions of K with the same scales.
+    const GROUP: usize;
+
+    /// What a group's numbers have in common.
+    type Scales<V: Copy>: Copy;
+
+    /// Scales of a group, and where its numbers are.
+    ///
+    /// # Safety
+    ///
+    /// `panel` is a panel of this format with more than `group` groups.
+    unsafe fn open<S: Simd>(
+        s: S,
+        panel: *const u8,
+        group: usize,
+    ) -> (Self::Scales<S::V>, *const u8);
+
+    /// Numbers `4 * at ..` of a group.
+    ///
+    /// # Safety
+    ///
+    /// `numbers` is from [`open`](Self::open), and `at` below `GROUP / 4`.
+    unsafe fn four<S: Simd>(
+        s: S,
+        scales: Self::Scales<S::V>,
+        numbers: *const u8,
+        at: usize,
+    ) -> [S::V; FOUR];
+}
+
+/// `f32`.
+pub(super) struct F32;
+
+impl Stored for F32 {
+    const GROUP: usize = FOUR;
+    type Scales<V: Copy> = ();
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(_s: S, panel: *const u8, group: usize) -> ((), *const u8) {
+        ((), panel.wrapping_add(group * FOUR * LANES * 4))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(s: S, (): (), numbers: *const u8, _at: usize) -> [S::V; FOUR] {
+        let from = numbers.cast::<f32>();
+        // SAFETY: the caller's promise: four times sixteen numbers.
+        unsafe {
+            [
+                s.load(from),
+                s.load(from.add(LANES)),
+                s.load(from.add(2 * LANES)),
+                s.load(from.add(3 * LANES)),
+            ]
+        }
+    }
+}
+
+/// bfloat16.
+pub(super) struct Half;
+
+impl Stored for Half {
+    const GROUP: usize = FOUR;
+    type Scales<V: Copy> = ();
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(_s: S, panel: *const u8, group: usize) -> ((), *const u8) {
+        ((), panel.wrapping_add(group * FOUR * LANES * 2))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(s: S, (): (), numbers: *const u8, _at: usize) -> [S::V; FOUR] {
+        let from = numbers.cast::<Bf16>();
+        // SAFETY: the caller's promise: four times sixteen numbers.
+        unsafe {
+            [
+                s.load_bf16(from),
+                s.load_bf16(from.add(LANES)),
+                s.load_bf16(from.add(2 * LANES)),
+                s.load_bf16(from.add(3 * LANES)),
+            ]
+        }
+    }
+}
+
+/// `scale * number`, bytes.
+pub(super) struct Q8;
+
+impl Stored for Q8 {
+    const GROUP: usize = 32;
+    type Scales<V: Copy> = V;
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> (S::V, *const u8) {
+        let block = panel.wrapping_add(group * 34 * LANES);
+        // SAFETY: the caller's promise.
+        (unsafe { s.load_f16(block.cast()) }, block.wrapping_add(2 * LANES))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(s: S, scale: S::V, numbers: *const u8, at: usize) -> [S::V; FOUR] {
+        let from = numbers.wrapping_add(at * FOUR * LANES).cast::<i8>();
+        let mut out = [scale; FOUR];
+        for (i, out) in out.iter_mut().enumerate() {
+            // SAFETY: the caller's promise: four times sixteen bytes.
+            *out = s.mul(unsafe { s.load_i8(from.wrapping_add(i * LANES)) }, scale);
+        }
+        out
+    }
+}
+
+/// Four positions of K from two rows of pairs.
+///
+/// # Safety
+///
+/// 32 bytes are readable at `from`.
+#[inline(always)]
+unsafe fn pairs<S: Simd>(s: S, from: *const u8) -> [S::V; FOUR] {
+    // SAFETY: the caller's promise.
+    let (first, second) = unsafe { (s.load_pairs_u4(from), s.load_pairs_u4(from.add(LANES))) };
+    [first.0, first.1, second.0, second.1]
+}
+
+/// `scale * (number - 8)`, half bytes.
+pub(super) struct Q4Signed;
+
+impl Stored for Q4Signed {
+    const GROUP: usize = 32;
+    type Scales<V: Copy> = V;
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> (S::V, *const u8) {
+        let block = panel.wrapping_add(group * 18 * LANES);
+        // SAFETY: the caller's promise.
+        (unsafe { s.load_f16(block.cast()) }, block.wrapping_add(2 * LANES))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(s: S, scale: S::V, numbers: *const u8, at: usize) -> [S::V; FOUR] {
+        // SAFETY: the caller's promise: 32 bytes.
+        let mut out = unsafe { pairs(s, numbers.wrapping_add(at * 2 * LANES)) };
+        for out in &mut out {
+            *out = s.mul(s.sub(*out, s.splat(8.0)), scale);
+        }
+        out
+    }
+}
+
+/// `scale * number + min`, half bytes.
+pub(super) struct Q4Min;
+
+impl Stored for Q4Min {
+    const GROUP: usize = 32;
+    type Scales<V: Copy> = (V, V);
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> ((S::V, S::V), *const u8) {
+        let block = panel.wrapping_add(group * 20 * LANES);
+        // SAFETY: the caller's promise.
+        let scales = unsafe { (s.load_f16(block.cast()), s.load_f16(block.add(2 * LANES).cast())) };
+        (scales, block.wrapping_add(4 * LANES))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(
+        s: S,
+        (scale, min): (S::V, S::V),
+        numbers: *const u8,
+        at: usize,
+    ) -> [S::V; FOUR] {
+        // SAFETY: the caller's promise: 32 bytes.
+        let mut out = unsafe { pairs(s, numbers.wrapping_add(at * 2 * LANES)) };
+        for out in &mut out {
+            *out = s.add(s.mul(*out, scale), min);
+        }
+        out
+    }
+}
+
+/// `scale * number - min`, half bytes; scale and minimum are bytes times a scale of 256 numbers.
+pub(super) struct Q4K;
+
+impl Stored for Q4K {
+    const GROUP: usize = 32;
+    type Scales<V: Copy> = (V, V);
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> ((S::V, S::V), *const u8) {
+        let block = panel.wrapping_add(group / 8 * 148 * LANES);
+        let own = block.wrapping_add((4 + group % 8 * 18) * LANES);
+        // SAFETY: the caller's promise.
+        let scales = unsafe {
+            let scale = s.mul(s.load_u8(own), s.load_f16(block.cast()));
+            let min = s.mul(s.load_u8(own.add(LANES)), s.load_f16(block.add(2 * LANES).cast()));
+            (scale, min)
+        };
+        (scales, own.wrapping_add(2 * LANES))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(
+        s: S,
+        (scale, min): (S::V, S::V),
+        numbers: *const u8,
+        at: usize,
+    ) -> [S::V; FOUR] {
+        // SAFETY: the caller's promise: 32 bytes.
+        let mut out = unsafe { pairs(s, numbers.wrapping_add(at * 2 * LANES)) };
+        for out in &mut out {
+            *out = s.sub(s.mul(*out, scale), min);
+        }
+        out
+    }
+}
+
+/// `scale * (number - 32)`, six bits; the scale is a byte times a scale of 256 numbers.
+pub(super) struct Q6K;
+
+impl Stored for Q6K {
+    const GROUP: usize = 16;
+    type Scales<V: Copy> = V;
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> (S::V, *const u8) {
+        let block = panel.wrapping_add(group / 16 * 210 * LANES);
+        let own = block.wrapping_add((2 + group % 16 * 13) * LANES);
+        // SAFETY: the caller's promise.
+        let scale = unsafe { s.mul(s.load_i8(own.cast()), s.load_f16(block.cast())) };
+        (scale, own.wrapping_add(LANES))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(s: S, scale: S::V, numbers: *const u8, at: usize) -> [S::V; FOUR] {
+        let low = numbers.wrapping_add(at * 2 * LANES);
+        let high = numbers.wrapping_add((8 + at) * LANES);
+        // SAFETY: the caller's promise: 32 and 16 bytes.
+        let mut out = unsafe { s.load_fours_u6(low, high) };
+        for out in &mut out {
+            *out = s.mul(s.sub(*out, s.splat(32.0)), scale);
+        }
+        out
+    }
+}

@@ -1,0 +1,395 @@
+//! Products with packed weights, against chains of multiply-adds in plain Rust: bit by bit, for every
+//! format, shape, instruction set and number of threads. So no element depends on its company,
+//! and a quantized weight gives the bits of its dequantized numbers.
+
+mod common;
+
+use common::{Buffer, DTYPES, Noise, pools};
+use fastserve_cpu::{DType, Isa, Packed, Pool, Weight, WeightFormat, gather, linear};
+
+/// Shapes around every edge: rows of a tile, of a block; panels, strips; groups, pieces of K.
+const ROWS: [usize; 12] = [1, 2, 3, 4, 5, 6, 7, 12, 13, 29, 192, 200];
+const COLUMNS: [usize; 7] = [1, 15, 16, 17, 64, 65, 143];
+
+fn lengths(format: WeightFormat) -> &'static [usize] {
+    match format.block_elements() {
+        1 => &[1, 3, 4, 5, 127, 128, 129, 255, 259, 576],
+        32 => &[32, 64, 256, 288, 576],
+        _ => &[256, 512, 768],
+    }
+}
+
+/// Rows as in a file, and what they mean.
+#[derive(Clone)]
+struct Stored {
+    format: WeightFormat,
+    bytes: Vec<u8>,
+    numbers: Vec<Vec<f32>>,
+}
+
+impl Stored {
+    fn new(format: WeightFormat, rows: usize, len: usize, noise: &mut Noise) -> Self {
+        let mut bytes = Vec::new();
+        let mut numbers = Vec::new();
+        for _ in 0..rows {
+            let mut row = Vec::new();
+            for _ in 0..len / format.block_elements() {
+                let block = random_block(format, noise);
+                row.extend(meaning(format, &block));
+                bytes.extend(block);
+            }
+            numbers.push(row);
+        }
+        Self { format, bytes, numbers }
+    }
+
+    fn packed(&self) -> Packed {
+        let (rows, len) = (self.numbers.len(), self.numbers[0].len());
+        let mut packed = Packed::new(self.format, rows, len).unwrap();
+        // In pieces of several rows and of one.
+        let half = rows / 2 * packed.row_bytes();
+        packed.fill(0, &self.bytes[..half]).unwrap();
+        for (row, bytes) in (rows / 2..).zip(self.bytes[half..].chunks(packed.row_bytes())) {
+            packed.fill(row, bytes).unwrap();
+        }
+        packed
+    }
+}
+
+/// Any bits are a block, but for scales, which are finite and neither huge nor tiny.
+fn random_block(format: WeightFormat, noise: &mut Noise) -> Vec<u8> {
+    let mut block: Vec<u8> = (0..format.block_bytes()).map(|_| noise.below(256) as u8).collect();
+    let mut half = |at: usize, block: &mut Vec<u8>| {
+        // Sign, an exponent from 2^-9 to 2^-2, any fraction; now and then a subnormal number.
+        let exponent = if noise.below(50) == 0 { 0 } else { 6 + noise.below(8) };
+        let bits = noise.below(2) << 15 | exponent << 10 | noise.below(1024);
+        block[at..at + 2].copy_from_slice(&(bits as u16).to_le_bytes());
+    };
+    match format {
+        WeightFormat::F32 => block = noise.next().to_le_bytes().to_vec(),
+        WeightFormat::Bf16 => block = ((noise.next().to_bits() >> 16) as u16).to_le_bytes().into(),
+        WeightFormat::F16 | WeightFormat::Q8_0 | WeightFormat::Q4_0 => half(0, &mut block),
+        WeightFormat::Q4_1 | WeightFormat::Q4K => {
+            half(0, &mut block);
+            half(2, &mut block);
+        }
+        WeightFormat::Q6K => half(208, &mut block),
+    }
+    block
+}
+
+/// IEEE binary16 by its definition, in `f64`.
+fn half(bytes: &[u8]) -> f32 {
+    let bits = u16::from_le_bytes([bytes[0], bytes[1]]);
+    let (exponent, fraction) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023));
+    assert!(exponent < 31);
+    let value = if exponent == 0 {
+        fraction * 2_f64.powi(-24)
+    } else {
+        (1024.0 + fraction) * 2_f64.powi(exponent - 25)
+    };
+    (if bits >> 15 == 1 { -value } else { value }) as f32
+}
+
+/// The numbers of a block, as the `gguf` package's `quants.py` defines them.
+fn meaning(format: WeightFormat, block: &[u8]) -> Vec<f32> {
+    let nibble = |byte: u8, high: bool| f32::from(if high { byte >> 4 } else { byte & 15 });
+    match format {
+        WeightFormat::F32 => vec![f32::from_le_bytes(block.try_into().unwrap())],
+        WeightFormat::F16 => vec![half(block)],
+        WeightFormat::Bf16 => {
+            vec![f32::from_bits(u32::from(u16::from_le_bytes([block[0], block[1]])) << 16)]
+        }
+        WeightFormat::Q8_0 => {
+            block[2..].iter().map(|&byte| f32::from(byte as i8) * half(block)).collect()
+        }
+        WeightFormat::Q4_0 => {
+            (0..32).map(|k| (nibble(block[2 + k % 16], k >= 16) - 8.0) * half(block)).collect()
+        }
+        WeightFormat::Q4_1 => (0..32)
+            .map(|k| nibble(block[4 + k % 16], k >= 16) * half(block) + half(&block[2..]))
+            .collect(),
+        WeightFormat::Q4K => (0..256)
+            .map(|k| {
+                let (group, s) = (k / 32, &block[4..16]);
+                let (scale, min) = match group {
+                    0..4 => (s[group] % 64, s[group + 4] % 64),
+                    _ => (
+                        s[group + 4] % 16 + s[group - 4] / 64 * 16,
+                        s[group + 4] / 16 + s[group] / 64 * 16,
+                    ),
+                };
+                let byte = block[16 + group / 2 * 32 + k % 32];
+                let scale = f32::from(scale) * half(block);
+                let min = f32::from(min) * half(&block[2..]);
+                nibble(byte, group % 2 == 1) * scale - min
+            })
+            .collect(),
+        WeightFormat::Q6K => (0..256)
+            .map(|k| {
+                let (part, run, column) = (k / 128, k % 128 / 32, k % 32);
+                let low = nibble(block[part * 64 + run % 2 * 32 + column], run >= 2);
+                let high = block[128 + part * 32 + column] >> (2 * run) & 3;
+                let scale = f32::from(block[192 + k / 16] as i8) * half(&block[208..]);
+                (low + 16.0 * f32::from(high) - 32.0) * scale
+            })
+            .collect(),
+    }
+}
+
+/// What defines an element of the result: a sum over chains of 128.
+fn chain(isa: Isa, x: &[f32], w: &[f32], bias: Option<f32>) -> f32 {
+    let fused = isa != Isa::Portable || cfg!(target_arch = "aarch64");
+    let mut total = 0.0_f32;
+    for (x, w) in x.chunks(128).zip(w.chunks(128)) {
+        let mut sum = 0.0_f32;
+        for (&x, &w) in x.iter().zip(w) {
+            sum = if fused { x.mul_add(w, sum) } else { x * w + sum };
+        }
+        total += sum;
+    }
+    bias.map_or(total, |bias| total + bias)
+}
+
+struct Case {
+    parts: Vec<Stored>,
+    rows: usize,
+    x_dtype: DType,
+    out_dtype: DType,
+    bias: Option<DType>,
+}
+
+fn check(case: &Case, pool: &Pool, noise: &mut Noise) {
+    let len = case.parts[0].numbers[0].len();
+    let numbers: Vec<&Vec<f32>> = case.parts.iter().flat_map(|part| &part.numbers).collect();
+    let weight = Weight::new(case.parts.iter().map(Stored::packed).collect()).unwrap();
+    let x = Buffer::noise(case.x_dtype, case.rows, len, 3, noise);
+    let bias = case.bias.map(|dtype| Buffer::noise(dtype, 1, numbers.len(), 0, noise));
+    let mut out = Buffer::poisoned(case.out_dtype, case.rows, numbers.len(), 5);
+    let before = out.clone();
+    let bias_view = bias.as_ref().map(Buffer::view);
+    linear(pool, &x.view(), &weight, bias_view.as_ref(), &mut out.view_mut()).unwrap();
+    out.assert_guards(&before);
+    let mut want = Buffer::poisoned(case.out_dtype, 1, 1, 0);
+    for row in 0..case.rows {
+        let x: Vec<f32> = (0..len).map(|k| x.get(row, k)).collect();
+        for (col, w) in numbers.iter().enumerate() {
+            let bias = bias.as_ref().map(|bias| bias.get(0, col));
+            want.set(0, 0, chain(pool.isa(), &x, w, bias));
+            let (got, want) = (out.get(row, col), want.get(0, 0));
+            assert_eq!(
+                got.to_bits(),
+                want.to_bits(),
+                "{:?}, {} rows of {len}, {pool:?}: [{row}, {col}] is {got}, want {want}",
+                weight.parts(),
+                case.rows
+            );
+        }
+    }
+}
+
+#[test]
+fn every_format_and_shape() {
+    let mut noise = Noise::new(1);
+    let pools = pools();
+    for format in WeightFormat::ALL {
+        for &len in lengths(format) {
+            let all = Stored::new(format, 143, len, &mut noise);
+            for columns in COLUMNS {
+                // All row counts with the last width, some with each.
+                let rows = ROWS.into_iter().enumerate();
+                let some = rows.filter(|&(i, _)| columns == 143 || (i + columns) % 4 == 0);
+                for (i, rows) in some.filter(|&(_, rows)| rows * len <= 60_000) {
+                    let bytes = all.bytes.len() / 143 * columns;
+                    let part = Stored {
+                        format,
+                        bytes: all.bytes[..bytes].to_vec(),
+                        numbers: all.numbers[..columns].to_vec(),
+                    };
+                    let bias = [None, Some(DType::F32), Some(DType::Bf16)][(i + columns) % 3];
+                    let (x_dtype, out_dtype) = (DTYPES[i / 2 % 2], DTYPES[columns / 2 % 2]);
+                    let case = Case { parts: vec![part], rows, x_dtype, out_dtype, bias };
+                    check(&case, &pools[(i + columns + len) % pools.len()], &mut noise);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_of_several_formats() {
+    let mut noise = Noise::new(2);
+    for pool in pools() {
+        for rows in [1, 3, 6, 21] {
+            let part = |format, rows, noise: &mut Noise| Stored::new(format, rows, 256, noise);
+            let case = Case {
+                parts: vec![
+                    part(WeightFormat::Q4K, 70, &mut noise),
+                    part(WeightFormat::Q6K, 1, &mut noise),
+                    part(WeightFormat::F32, 33, &mut noise),
+                    part(WeightFormat::Q8_0, 16, &mut noise),
+                ],
+                rows,
+                x_dtype: DType::F32,
+                out_dtype: DType::F32,
+                bias: Some(DType::F32),
+            };
+            check(&case, &pool, &mut noise);
+        }
+    }
+}
+
+/// Threads share a product out; each element is still computed whole, by one of them.
+#[test]
+fn large_enough_to_be_shared() {
+    let mut noise = Noise::new(3);
+    let part = Stored::new(WeightFormat::Q4_1, 1000, 576, &mut noise);
+    for isa in Isa::available() {
+        for threads in [1, 2, 5] {
+            let case = Case {
+                parts: vec![part.clone()],
+                rows: 3,
+                x_dtype: DType::F32,
+                out_dtype: DType::F32,
+                bias: None,
+            };
+            check(&case, &Pool::new(threads, isa), &mut noise);
+        }
+    }
+}
+
+/// A row with NaN or infinity makes its own results so, and no other's.
+#[test]
+fn what_is_not_finite_stays_in_its_row() {
+    let mut noise = Noise::new(4);
+    let part = Stored::new(WeightFormat::Bf16, 40, 37, &mut noise);
+    let weight = Weight::new(vec![part.packed()]).unwrap();
+    for pool in pools() {
+        for rows in [2, 5, 9] {
+            let mut x = Buffer::noise(DType::F32, rows, 37, 0, &mut noise);
+            x.set(0, 36, f32::NAN);
+            x.set(1, 0, f32::INFINITY);
+            let mut out = Buffer::poisoned(DType::F32, rows, 40, 0);
+            linear(&pool, &x.view(), &weight, None, &mut out.view_mut()).unwrap();
+            for col in 0..40 {
+                assert!(out.get(0, col).is_nan() && !out.get(1, col).is_finite());
+                assert!((2..rows).all(|row| out.get(row, col).is_finite()));
+            }
+        }
+    }
+}
+
+#[test]
+fn no_rows() {
+    let mut noise = Noise::new(5);
+    let weight = Weight::new(vec![Stored::new(WeightFormat::F32, 3, 4, &mut noise).packed()]);
+    let x = Buffer::noise(DType::F32, 0, 4, 0, &mut noise);
+    let mut out = Buffer::poisoned(DType::F32, 0, 3, 0);
+    for pool in pools() {
+        linear(&pool, &x.view(), weight.as_ref().unwrap(), None, &mut out.view_mut()).unwrap();
+    }
+}
+
+/// Rows of every part, in any order and repeated, are the numbers themselves.
+#[test]
+fn gathered_rows() {
+    let mut noise = Noise::new(8);
+    for format in WeightFormat::ALL {
+        for &len in lengths(format) {
+            let parts = [19, 1, 33].map(|rows| Stored::new(format, rows, len, &mut noise));
+            let weight = Weight::new(parts.iter().map(Stored::packed).collect()).unwrap();
+            let numbers: Vec<&Vec<f32>> = parts.iter().flat_map(|part| &part.numbers).collect();
+            let rows: Vec<i32> = [0, 52, 18, 19, 20, 35, 36, 0, 7].into();
+            for pool in pools() {
+                for dtype in DTYPES {
+                    let mut out = Buffer::poisoned(dtype, rows.len(), len, 2);
+                    let (before, mut want) = (out.clone(), Buffer::poisoned(dtype, 1, len, 0));
+                    gather(&pool, &weight, &rows, &mut out.view_mut()).unwrap();
+                    out.assert_guards(&before);
+                    for (i, &row) in rows.iter().enumerate() {
+                        for (k, &number) in numbers[row as usize].iter().enumerate() {
+                            want.set(0, k, number);
+                        }
+                        assert_eq!(out.row_bits(i), want.row_bits(0), "{format:?} row {row}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn refusals_name_the_argument() {
+    let text = |result: Result<(), fastserve_cpu::ArgumentError>| result.unwrap_err().to_string();
+    let packed = |rows, cols| Packed::new(WeightFormat::Q8_0, rows, cols);
+    for (rows, cols, want) in [
+        (1, 33, "num_cols: got 33, want a multiple of 32, which Q8_0 has to a block, to 2^24"),
+        (1, 0, "num_cols: got 0, want a multiple of 32, which Q8_0 has to a block, to 2^24"),
+        (0, 32, "num_rows: got 0, want 1 to 2^32"),
+    ] {
+        assert_eq!(packed(rows, cols).unwrap_err().to_string(), want);
+    }
+    let mut two = packed(2, 64).unwrap();
+    assert_eq!(
+        text(two.fill(0, &[0; 67])),
+        "rows: got 67 bytes from row 0 on, want rows of 68 bytes, to row 2 at most"
+    );
+    assert_eq!(
+        text(two.fill(1, &[0; 136])),
+        "rows: got 136 bytes from row 1 on, want rows of 68 bytes, to row 2 at most"
+    );
+    assert!(two.fill(usize::MAX, &[0; 68]).is_err());
+    assert_eq!(
+        text(Weight::new(vec![packed(1, 32).unwrap(), packed(1, 64).unwrap()]).map(|_| ())),
+        "parts: got 2 with 32, 64 columns, want at least one, all with as many columns"
+    );
+    assert!(Weight::new(Vec::new()).is_err());
+
+    let weight = Weight::new(vec![two]).unwrap();
+    let pool = Pool::new(1, Isa::Portable);
+    let mut noise = Noise::new(6);
+    let x = Buffer::noise(DType::F32, 2, 64, 0, &mut noise);
+    let short = Buffer::noise(DType::F32, 2, 63, 0, &mut noise);
+    let bias = Buffer::noise(DType::F32, 1, 3, 0, &mut noise);
+    let mut out = Buffer::poisoned(DType::F32, 2, 2, 0);
+    let mut wide = Buffer::poisoned(DType::F32, 2, 3, 0);
+    let got = text(linear(&pool, &short.view(), &weight, None, &mut out.view_mut()));
+    assert_eq!(got, "x: got [2, 63] float32, want 64 columns, as many as the weight has");
+    let got = text(linear(&pool, &x.view(), &weight, None, &mut wide.view_mut()));
+    assert_eq!(got, "out: got [2, 3] float32, want [2, 2]");
+    for (row, want) in [(2, "rows: got 2, want 0 to 1"), (-1, "rows: got -1, want 0 to 1")] {
+        let mut out = Buffer::poisoned(DType::F32, 1, 64, 0);
+        assert_eq!(text(gather(&pool, &weight, &[row], &mut out.view_mut())), want);
+    }
+    let got = text(gather(&pool, &weight, &[0], &mut out.view_mut()));
+    assert_eq!(got, "out: got [2, 2] float32, want [1, 64]");
+    let (x, bias) = (x.view(), bias.view());
+    let got = text(linear(&pool, &x, &weight, Some(&bias), &mut out.view_mut()));
+    assert_eq!(got, "bias: got [1, 3] float32, want [2]");
+}
+
+/// Against products in `f64`: 768 numbers are six chains of 128, so at most 134 roundings.
+#[test]
+fn close_to_exact() {
+    let mut noise = Noise::new(7);
+    for format in WeightFormat::ALL {
+        let part = Stored::new(format, 48, 768, &mut noise);
+        let weight = Weight::new(vec![part.packed()]).unwrap();
+        let x = Buffer::noise(DType::F32, 9, 768, 0, &mut noise);
+        for pool in pools() {
+            let mut out = Buffer::poisoned(DType::F32, 9, 48, 0);
+            linear(&pool, &x.view(), &weight, None, &mut out.view_mut()).unwrap();
+            for row in 0..9 {
+                for (col, w) in part.numbers.iter().enumerate() {
+                    let terms =
+                        w.iter().enumerate().map(|(k, &w)| f64::from(x.get(row, k)) * f64::from(w));
+                    let terms: Vec<f64> = terms.collect();
+                    let want: f64 = terms.iter().sum();
+                    let size: f64 = terms.iter().map(|term| term.abs()).sum();
+                    let error = (f64::from(out.get(row, col)) - want).abs();
+                    assert!(error <= 134.0 * 6e-8 * size, "{format:?} {pool:?}: off by {error:e}");
+                }
+            }
+        }
+    }
+}
