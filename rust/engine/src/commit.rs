@@ -34,6 +34,9 @@ impl Core {
                 self.fail_row(row, output.slot);
             }
         }
+        if self.has_failures {
+            self.forgive(&flight);
+        }
         self.kv.step_committed(step);
         self.settle_ended();
         self.settle_transfers(self.oldest_in_flight());
@@ -68,6 +71,7 @@ impl Core {
                 !row.has(flags::LEAVING) && (planned || follows) && !kept
             })
             .collect();
+        self.has_failures = true;
         self.fail_transfers(step);
         self.kv.step_failed(step);
         while let Some(flight) = self.flights.pop_front() {
@@ -100,6 +104,17 @@ impl Core {
         } else {
             self.sequences[row.sequence].status = Status::Settling(slot);
             self.leave(slot);
+        }
+    }
+
+    /// A step that names a sequence has run: failures are not in a row any more.
+    fn forgive(&mut self, flight: &Flight) {
+        for &slot in &flight.slots {
+            let row = &mut self.rows[slot.index()];
+            if row.has(flags::FAILED) && row.sequence != u32::MAX {
+                row.flags &= !flags::FAILED;
+                self.sequences[row.sequence].num_failures = 0;
+            }
         }
     }
 

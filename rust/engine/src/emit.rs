@@ -41,6 +41,7 @@ impl Core {
             writer: PlanWriter::new(&self.layout, arena),
             num_decode_rows,
             num_preempted: 0,
+            chunk: None,
             outstanding_blocks: 0,
         };
         self.schedule_running(&mut pass);

@@ -22,6 +22,9 @@ pub(crate) struct Pass<'a> {
     pub(crate) writer: PlanWriter<'a>,
     pub(crate) num_decode_rows: u32,
     pub(crate) num_preempted: u32,
+    /// The row whose turn it is, if no token of the budget is kept for it: it had more than one to go
+    /// when the pass began. A match in its turn may have left it one.
+    pub(crate) chunk: Option<RowSlot>,
     /// Blocks that running chunks still need for the tokens they have.
     pub(crate) outstanding_blocks: usize,
 }
@@ -87,6 +90,7 @@ impl Core {
         slot: RowSlot,
     ) {
         self.store_tail(slot);
+        pass.chunk = Some(slot);
         if place.is_some() && !self.follow(pass, slot) {
             pass.outstanding_blocks += self.missing_blocks(slot);
             return;
@@ -232,7 +236,8 @@ impl Core {
     /// Put a running sequence back into the queue for the sake of `by`.
     fn preempt(&mut self, pass: &mut Pass<'_>, slot: RowSlot, by: RowSlot) {
         let row = self.rows[slot.index()];
-        if row.is_runnable() && row.remaining() == 1 && row.scheduled_in != pass.mark() {
+        let waits_its_turn = row.is_runnable() && row.scheduled_in != pass.mark();
+        if waits_its_turn && row.remaining() == 1 && pass.chunk != Some(slot) {
             pass.budget.settle_decode(false);
         }
         let sequence = &mut self.sequences[row.sequence];

@@ -38,10 +38,7 @@ impl Core {
         }
         let first = (name.num_stored % TAIL) as usize;
         name.num_stored = row.num_known;
-        let sequence = &mut self.sequences[row.sequence];
         let tail = &self.tails[slot.index()][first..first + count as usize];
-        sequence.tokens.extend_from_slice(tail);
-        // Whatever has accepted a token has had a step that did not fail.
-        sequence.num_failures = 0;
+        self.sequences[row.sequence].tokens.extend_from_slice(tail);
     }
 }

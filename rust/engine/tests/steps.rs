@@ -4,7 +4,7 @@ mod driver;
 
 use driver::{Driver, expected, next_token, request, small};
 use fastserve_base::{
-    CoreConfig, FinishReason, Namespace, Request, RequestId, SeqId, StepError, StepId,
+    CoreConfig, FinishReason, Namespace, PolicyKind, Request, RequestId, SeqId, StepError, StepId,
 };
 use fastserve_engine::{Core, EventKind, Results, StepOutputs};
 
@@ -445,6 +445,63 @@ fn a_committed_step_forgives_earlier_failures() {
     }
     driver.run_to_end(5);
     driver.assert_exact(&wanted);
+}
+
+#[test]
+fn a_step_of_a_prompt_forgives_too() {
+    let config = CoreConfig { max_num_step_failures: 1, max_num_batched_tokens: 2, ..small() };
+    let mut driver = Driver::new(config);
+    let wanted = request(1, &[7; 20], 2);
+    driver.submit(wanted.clone());
+    for _ in 0..4 {
+        driver.plan();
+        driver.commit();
+        driver.plan();
+        driver.fail();
+    }
+    driver.run_to_end(20);
+    driver.assert_exact(&wanted);
+
+    driver.submit(request(2, &[8; 20], 2));
+    for _ in 0..2 {
+        driver.plan();
+        driver.fail();
+    }
+    assert_eq!(driver.ended(2).reason, 4, "two in a row are one too many");
+}
+
+/// A chunk that a match in its turn leaves one token had no token kept for it, and gives none back when
+/// it finds no block and steps aside.
+#[test]
+fn a_chunk_that_becomes_one_token_gives_back_none() {
+    let config = CoreConfig {
+        num_blocks: 10,
+        block_size: 1,
+        max_model_len: 10,
+        max_num_batched_tokens: 4,
+        long_prefill_threshold: Some(1),
+        max_long_prefill_percent: 25,
+        scheduling_policy: PolicyKind::Priority,
+        max_wait: None,
+        ..small()
+    };
+    let mut driver = Driver::new(config);
+    let wanted = [
+        Request { priority: 0, ..request(1, &[9], 6) },
+        Request { priority: 0, namespace: Namespace(1), ..request(5, &[9], 6) },
+        Request { priority: 9, ..request(2, &[1; 5], 1) },
+        Request { priority: 1, ..request(3, &[1; 4], 1) },
+        Request { priority: 1, ..request(4, &[9, 1, 9, 1], 1) },
+    ];
+    wanted[..3].iter().for_each(|request| driver.submit(request.clone()));
+    for next in [Some(&wanted[3]), Some(&wanted[4]), None] {
+        assert!(driver.plan().num_tokens <= 4, "{:?}", driver.sizes);
+        driver.commit();
+        next.into_iter().for_each(|request| driver.submit(request.clone()));
+    }
+    assert!(driver.core.stats().num_preemptions > 0, "somebody steps aside");
+    driver.run_to_end(40);
+    wanted.iter().for_each(|request| driver.assert_exact(request));
 }
 
 #[test]

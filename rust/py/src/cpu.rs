@@ -114,6 +114,7 @@ impl Packed {
     }
 
     /// Store rows from `first_row` on: their bytes as in a file, one row after the other.
+    #[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
     fn fill(
         &self,
         py: Python<'_>,
@@ -138,6 +139,7 @@ struct Weight {
 impl Weight {
     /// Takes the parts, which are of no more use then.
     #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
     fn new(parts: Vec<Bound<'_, Packed>>) -> PyResult<Self> {
         let taken = parts.iter().map(|part| part.get().take()).collect::<PyResult<_>>()?;
         Ok(Self { weight: cpu::Weight::new(taken).map_err(value_error)? })

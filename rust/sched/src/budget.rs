@@ -54,7 +54,7 @@ impl StepBudget {
 
     /// A decode row's turn: it takes its token, or gives it up.
     pub fn settle_decode(&mut self, takes: bool) {
-        self.reserved -= 1;
+        self.reserved = self.reserved.checked_sub(1).expect("a token was kept for the row");
         if takes {
             self.tokens -= 1;
         }
