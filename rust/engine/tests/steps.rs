@@ -493,15 +493,21 @@ fn a_chunk_that_becomes_one_token_gives_back_none() {
         Request { priority: 1, ..request(3, &[1; 4], 1) },
         Request { priority: 1, ..request(4, &[9, 1, 9, 1], 1) },
     ];
-    wanted[..3].iter().for_each(|request| driver.submit(request.clone()));
+    for request in &wanted[..3] {
+        driver.submit(request.clone());
+    }
     for next in [Some(&wanted[3]), Some(&wanted[4]), None] {
         assert!(driver.plan().num_tokens <= 4, "{:?}", driver.sizes);
         driver.commit();
-        next.into_iter().for_each(|request| driver.submit(request.clone()));
+        if let Some(request) = next {
+            driver.submit(request.clone());
+        }
     }
     assert!(driver.core.stats().num_preemptions > 0, "somebody steps aside");
     driver.run_to_end(40);
-    wanted.iter().for_each(|request| driver.assert_exact(request));
+    for request in &wanted {
+        driver.assert_exact(request);
+    }
 }
 
 #[test]
