@@ -67,7 +67,7 @@ pub struct CoreConfig {
     pub max_num_sequences_per_request: u32,
     /// Words of a request's sampling record.
     pub max_sampling_words: u32,
-    /// Failed steps after which a sequence ends with `error`.
+    /// Most failed steps between two tokens of a sequence; one more ends it with `error`.
     pub max_num_step_failures: u32,
     /// Copies to or from another tier that may be under way at once, at most 4,096.
     pub max_num_tickets: u32,

@@ -162,9 +162,6 @@ impl Core {
         if request.score_prompt && state.num_output_tokens() == 0 {
             row.flags |= flags::SCORE;
         }
-        if state.num_failures > 0 {
-            row.flags |= flags::FAILED;
-        }
         if place.num_spawned < request.num_sequences {
             row.flags |= flags::UNFORKED;
         }

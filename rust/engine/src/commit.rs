@@ -34,9 +34,6 @@ impl Core {
                 self.fail_row(row, output.slot);
             }
         }
-        if self.has_failures {
-            self.forgive(&flight);
-        }
         self.kv.step_committed(step);
         self.settle_ended();
         self.settle_transfers(self.oldest_in_flight());
@@ -50,8 +47,8 @@ impl Core {
     /// The oldest step in flight failed, and with it every step planned on top of it: their
     /// sequences go back to the queue and compute again. Nothing of them may be committed any more.
     ///
-    /// A sequence under which more than `max_num_step_failures` steps in a row failed ends with
-    /// `error`.
+    /// A sequence under which more than `max_num_step_failures` steps failed since its last token ends
+    /// with `error`: what commits in between and is lost again does not count.
     ///
     /// # Errors
     ///
@@ -71,7 +68,6 @@ impl Core {
                 !row.has(flags::LEAVING) && (planned || follows) && !kept
             })
             .collect();
-        self.has_failures = true;
         self.fail_transfers(step);
         self.kv.step_failed(step);
         while let Some(flight) = self.flights.pop_front() {
@@ -104,17 +100,6 @@ impl Core {
         } else {
             self.sequences[row.sequence].status = Status::Settling(slot);
             self.leave(slot);
-        }
-    }
-
-    /// A step that names a sequence has run: failures are not in a row any more.
-    fn forgive(&mut self, flight: &Flight) {
-        for &slot in &flight.slots {
-            let row = &mut self.rows[slot.index()];
-            if row.has(flags::FAILED) && row.sequence != u32::MAX {
-                row.flags &= !flags::FAILED;
-                self.sequences[row.sequence].num_failures = 0;
-            }
         }
     }
 

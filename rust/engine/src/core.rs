@@ -99,8 +99,6 @@ pub struct Core {
     pub(crate) next_order: u64,
     pub(crate) num_queued_requests: usize,
     pub(crate) num_queued_tokens: u64,
-    /// Whether any step ever failed: mostly none has, and nobody is looked at to be forgiven.
-    pub(crate) has_failures: bool,
     /// Sequences that have ended: what frees memory for those that were preempted.
     pub(crate) num_endings: u64,
 
@@ -198,7 +196,6 @@ impl Core {
             next_order: 0,
             num_queued_requests: 0,
             num_queued_tokens: 0,
-            has_failures: false,
             num_endings: 0,
             rows: vec![Row::EMPTY; slots],
             names: vec![RowName::default(); slots],

@@ -39,6 +39,9 @@ impl Core {
         let first = (name.num_stored % TAIL) as usize;
         name.num_stored = row.num_known;
         let tail = &self.tails[slot.index()][first..first + count as usize];
-        self.sequences[row.sequence].tokens.extend_from_slice(tail);
+        let sequence = &mut self.sequences[row.sequence];
+        sequence.tokens.extend_from_slice(tail);
+        // With a token it has got somewhere, which failed steps may not keep it from for ever.
+        sequence.num_failures = 0;
     }
 }

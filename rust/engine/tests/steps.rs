@@ -432,7 +432,7 @@ fn failed_steps_are_computed_again_and_end_in_an_error_at_last() {
 }
 
 #[test]
-fn a_committed_step_forgives_earlier_failures() {
+fn a_token_forgives_earlier_failures() {
     let config = CoreConfig { max_num_step_failures: 1, ..small() };
     let mut driver = Driver::new(config);
     let wanted = request(1, &[7, 7, 7], 5);
@@ -445,29 +445,6 @@ fn a_committed_step_forgives_earlier_failures() {
     }
     driver.run_to_end(5);
     driver.assert_exact(&wanted);
-}
-
-#[test]
-fn a_step_of_a_prompt_forgives_too() {
-    let config = CoreConfig { max_num_step_failures: 1, max_num_batched_tokens: 2, ..small() };
-    let mut driver = Driver::new(config);
-    let wanted = request(1, &[7; 20], 2);
-    driver.submit(wanted.clone());
-    for _ in 0..4 {
-        driver.plan();
-        driver.commit();
-        driver.plan();
-        driver.fail();
-    }
-    driver.run_to_end(20);
-    driver.assert_exact(&wanted);
-
-    driver.submit(request(2, &[8; 20], 2));
-    for _ in 0..2 {
-        driver.plan();
-        driver.fail();
-    }
-    assert_eq!(driver.ended(2).reason, 4, "two in a row are one too many");
 }
 
 /// A chunk that a match in its turn leaves one token had no token kept for it, and gives none back when

@@ -230,7 +230,8 @@ impl Core {
 
     /// The oldest step in flight failed: drop every step in flight and compute their sequences again.
     ///
-    /// A sequence under which `max_num_step_failures` steps in a row failed ends with `error`.
+    /// A sequence under which more than `max_num_step_failures` steps failed since its last token ends
+    /// with `error`.
     fn fail(&self, py: Python<'_>, step: u64, now: u64) -> PyResult<StepOutputs> {
         self.with_outputs(py, |core| core.fail(StepId(step), now))
     }

@@ -64,8 +64,6 @@ pub mod flags {
     pub const SCORE: u32 = 16;
     /// Forks are still to come.
     pub const UNFORKED: u32 = 32;
-    /// The last step that named the sequence failed.
-    pub const FAILED: u32 = 64;
 }
 
 impl Row {

@@ -66,7 +66,7 @@ pub struct Sequence {
     pub high_water: u32,
     /// How many sequences had ended when it was preempted last.
     pub preempted_at: Option<u64>,
-    /// Steps in a row that failed under it.
+    /// Steps that failed under it since its last token.
     pub num_failures: u32,
     /// Prompt tokens matched when it was first admitted; `None` before.
     pub num_cached_tokens: Option<u32>,

@@ -65,7 +65,7 @@ pub struct Seq {
     pub aged: bool,
     /// Copies of blocks since it was assigned.
     pub num_copies: u32,
-    /// Failed steps in a row.
+    /// Failed steps since the last token.
     pub num_failures: u32,
     /// Endings of others when it was last preempted.
     pub preempted_at: Option<u64>,

@@ -106,7 +106,7 @@ impl ResultsCheck<'_> {
 
     /// A plan, a failed step or a closing: only sequences that end, each with a right to.
     ///
-    /// `may_fail`: the limit of failures in a row, after a failed step.
+    /// `may_fail`: the limit of failures between two tokens, after a failed step.
     ///
     /// # Errors
     ///
