@@ -108,3 +108,6 @@ impl Core {
         self.rows[slot.index()].sequence == sequence
     }
 }
+
+#[cfg(test)]
+mod tests;
