@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -69,9 +70,9 @@ def main() -> None:
             x = rng.standard_normal((rows, INPUTS), dtype=np.float32)
             out = np.empty((rows, OUTPUTS), np.float32)
             if rows not in torch_s:
-                x_t, out_t = torch.from_numpy(x), torch.from_numpy(out)
-                torch_s[rows] = median_s(lambda: torch.mm(x_t, reference.t(), out=out_t))
-            ours_s = median_s(lambda: pool.linear(x, weight, out))
+                tensors = (torch.from_numpy(x), reference.t())
+                torch_s[rows] = median_s(partial(torch.mm, *tensors, out=torch.from_numpy(out)))
+            ours_s = median_s(partial(pool.linear, x, weight, out))
             record = {
                 "bench": "product",
                 "format": name,
