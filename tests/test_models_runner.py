@@ -15,6 +15,7 @@ import model_factory
 from fastserve import host
 from fastserve.errors import ModelError
 from fastserve.layers import Buffers
+from fastserve.kernels.cpu import CpuKernels
 from fastserve.models.resolve import resolve
 from fastserve.runner import CpuRunner, known_tokens
 
@@ -78,12 +79,14 @@ def test_keys_and_values_may_be_kept_in_another_format(folder, threads):
     assert runner.kv_bytes_per_block(16) == 3 * 16 * 2 * 64 * 2
 
 
-def test_one_number_of_threads_for_torch_and_the_kernels(folder, threads):
-    runner = CpuRunner.load(resolve(folder), num_threads=2)
-    assert (torch.get_num_threads(), runner.kernels.num_threads) == (2, 2)
-    runner = CpuRunner.load(resolve(folder))
+def test_threads_go_to_whoever_multiplies(folder, threads, monkeypatch):
     usable = host.cpus().num_usable
-    assert (torch.get_num_threads(), runner.kernels.num_threads) == (usable, usable)
+    for asked, num_threads in ((2, 2), (None, usable)):
+        runner = CpuRunner.load(resolve(folder), dtype="float32", num_threads=asked)
+        assert (torch.get_num_threads(), runner.kernels.num_threads) == (1, num_threads)
+    monkeypatch.setattr(CpuKernels, "isa", "avx512bf16")
+    runner = CpuRunner.load(resolve(folder), dtype="bfloat16", num_threads=2)
+    assert (torch.get_num_threads(), runner.kernels.num_threads) == (2, 2)
 
 
 def test_heads_that_the_kernels_do_not_take_are_refused_at_load(tmp_path, threads):

@@ -96,7 +96,8 @@ class CpuRunner:
     ) -> CpuRunner:
         """Read a model's weights.
 
-        Sets the number of torch's threads, which is one number for the whole process.
+        Sets the number of torch's threads, which is one number for the whole process: 1 where
+        products are ours.
 
         Args:
             source: From :func:`fastserve.models.resolve.resolve`.
@@ -113,10 +114,11 @@ class CpuRunner:
         config = source.config()
         checkpoint = _checkpoint(source)
         threads = num_threads or host.cpus().num_usable
-        torch.set_num_threads(threads)
         kernels = CpuKernels(threads)
         computed = _auto_dtype(checkpoint, kernels) if dtype == "auto" else DTYPES[dtype]
         packing = _packing(dtype, computed, kernels)
+        # Where products are ours, torch's threads would only wait, spinning, on the cores of ours.
+        torch.set_num_threads(threads if packing is None else 1)
         stored = computed if kv_cache_dtype == "auto" else DTYPES[kv_cache_dtype]
         _check_heads(config, stored, source)
         weights = load_weights(
