@@ -14,8 +14,8 @@ import gguf_factory
 import model_factory
 from fastserve import host
 from fastserve.errors import ModelError
-from fastserve.layers import Buffers
 from fastserve.kernels.cpu import CpuKernels
+from fastserve.layers import Buffers
 from fastserve.models.resolve import resolve
 from fastserve.runner import CpuRunner, known_tokens
 
