@@ -216,3 +216,69 @@ fn functions_at_the_edges() {
         assert_eq!((silu[0], silu[3], silu[6]), (0.0, f32::INFINITY, 1e30));
     }
 }
+
+/// Numbers of few bits, sixteen times `self.0` of each.
+struct Narrow(u8);
+
+impl Operation for Narrow {
+    fn apply<S: Simd>(&self, s: S, out: &mut Vec<f32>) {
+        let bytes: [u8; 48] = std::array::from_fn(|i| {
+            self.0.wrapping_mul(37).wrapping_add((i as u8).wrapping_mul(91))
+        });
+        let halves: [u16; LANES] =
+            std::array::from_fn(|i| u16::from(self.0) << 8 | u16::from(bytes[i]));
+        // SAFETY: arrays of as many.
+        unsafe {
+            push(s, out, s.load_f16(halves.as_ptr()));
+            push(s, out, s.load_u8(bytes.as_ptr().add(1)));
+            push(s, out, s.load_i8(bytes.as_ptr().add(1).cast()));
+            let (low, high) = s.load_pairs_u4(bytes.as_ptr());
+            push(s, out, low);
+            push(s, out, high);
+            for number in s.load_fours_u6(bytes.as_ptr(), bytes.as_ptr().add(32)) {
+                push(s, out, number);
+            }
+        }
+    }
+}
+
+/// The portable set by its definition, and the others by the portable one.
+#[test]
+fn numbers_of_few_bits() {
+    for seed in 0..=u8::MAX {
+        let portable = results(Isa::Portable, Narrow(seed));
+        for isa in Isa::available() {
+            assert_eq!(bits(&results(isa, Narrow(seed))), bits(&portable), "{isa:?} {seed}");
+        }
+        let byte = |i: usize| seed.wrapping_mul(37).wrapping_add((i as u8).wrapping_mul(91));
+        for lane in 0..LANES {
+            let at = |row: usize| portable[row * LANES + lane] as i32;
+            assert_eq!(at(1), i32::from(byte(lane + 1)));
+            assert_eq!(at(2), i32::from(byte(lane + 1) as i8));
+            assert_eq!((at(3), at(4)), (i32::from(byte(lane) % 16), i32::from(byte(lane) / 16)));
+            let (first, second, high) = (byte(lane), byte(lane + 16), byte(lane + 32));
+            let low = [first % 16, first / 16, second % 16, second / 16];
+            for (i, low) in low.into_iter().enumerate() {
+                let top = high >> (2 * i) & 3;
+                assert_eq!(at(5 + i), i32::from(low + 16 * top));
+            }
+        }
+    }
+}
+
+/// Every binary16, by its definition.
+#[test]
+fn half_precision_numbers() {
+    for bits in 0..=u16::MAX {
+        let (exponent, fraction) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023));
+        let size = match exponent {
+            31 if fraction == 0.0 => f64::INFINITY,
+            31 => f64::NAN,
+            0 => fraction * 2_f64.powi(-24),
+            _ => (1024.0 + fraction) * 2_f64.powi(exponent - 25),
+        };
+        let want = if bits >> 15 == 1 { -size } else { size } as f32;
+        let got = crate::element::f16_to_f32(bits);
+        assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "{bits:04x}");
+    }
+}
