@@ -309,6 +309,16 @@ def test_extreme_bits_stay_among_the_kept_tokens() -> None:
     assert draw_token(kept(torch.zeros(1000)), 2**64 - 1) == 999
 
 
+@pytest.mark.parametrize("weights", [[0, 0], [-(2**63), 0], [-(2**63)] * 3, [2**62, 2**62]])
+@pytest.mark.parametrize("token_ids", [None, np.array([7, 8, 9])])
+def test_no_weights_lead_out_of_the_vocabulary(
+    weights: list[int], token_ids: np.ndarray | None
+) -> None:
+    for bits in (0, 2**63, 2**64 - 1):
+        token = draw_token(Candidates(token_ids, np.array(weights)), bits)
+        assert token in ([0, 1, 2] if token_ids is None else [7, 8, 9])[: len(weights)]
+
+
 def test_frequencies_are_the_softmax() -> None:
     logits = random_logits(1, vocab_size=12, seed=9)[0] * 0.4
     num = 40_000
@@ -403,6 +413,63 @@ def test_huge_finite_logits_are_no_failure() -> None:
     assert run(
         Sampler(1, VOCAB_SIZE), logits, Step().assign(0, GREEDY, [2]).output(0, 0)
     ).counts.tolist() == [1]
+
+
+def unchecked(**values: float) -> SamplingParams:
+    """Parameters that no caller can make, as a record could still bring them."""
+    params = SamplingParams(seed=1)
+    for name, value in values.items():
+        object.__setattr__(params, name, value)
+    return params
+
+
+@pytest.mark.parametrize("scale", [-1.0, 1.0])
+@pytest.mark.parametrize(
+    ("params", "size"),
+    [
+        (SamplingParams(seed=1, repetition_penalty=0.01), 1e37),
+        (SamplingParams(seed=1, repetition_penalty=100.0, top_k=3), 1e37),
+        (SamplingParams(temperature=0, repetition_penalty=0.01), 1e37),
+        (SamplingParams(seed=1, temperature=1e-5, top_p=0.5), 1e37),
+        (SamplingParams(seed=1, temperature=1e-5, min_p=0.5), 1e37),
+        (SamplingParams(seed=1, logit_bias={2: 100.0}), 3.4e38),
+        (SamplingParams(seed=1, temperature=3e38, allowed_token_ids=[2, 3]), 1.0),
+        (unchecked(repetition_penalty=1e-46), 1.0),
+        (unchecked(repetition_penalty=1e-40), 1.0),
+        (unchecked(repetition_penalty=math.nan), 1.0),
+        (unchecked(repetition_penalty=1e39), 1.0),
+        (unchecked(presence_penalty=-math.inf), 1.0),
+        (unchecked(temperature=math.inf, allowed_token_ids=(2, 3)), 1.0),
+        (unchecked(logit_bias={2: math.nan}), 1.0),
+    ],
+)
+@pytest.mark.filterwarnings("error", "ignore:overflow encountered in cast")
+def test_a_row_that_leaves_float32_touches_no_other(
+    params: SamplingParams, size: float, scale: float
+) -> None:
+    logits = random_logits(3)
+    logits[1] *= scale * size / logits[1].abs().max()
+    assert logits.isfinite().all()
+    step = Step()
+    for slot, each in enumerate((SamplingParams(seed=1), params, GREEDY)):
+        step.assign(slot, each, [2], [2, 3, 2, 3]).output(slot, 4)
+    alone = Step().assign(0, SamplingParams(seed=1), [2], [2, 3, 2, 3]).output(0, 4)
+    wanted = run(Sampler(1, VOCAB_SIZE), logits[:1], alone).tokens[0]
+    with np.errstate(divide="ignore", invalid="ignore"):  # What unchecked parameters may do.
+        result = run(Sampler(4, VOCAB_SIZE), logits, step)
+    assert result.counts[[0, 2]].tolist() == [1, 1]
+    assert result.counts[1] in (1, NOT_FINITE, ALL_MASKED)
+    assert result.tokens[[0, 2]].tolist() == [wanted, int(logits[2].argmax())]
+    assert 0 <= result.tokens[1] < VOCAB_SIZE
+
+
+def test_what_is_not_finite_after_penalties_is_named() -> None:
+    logits = torch.full((2, VOCAB_SIZE), 1e37)
+    step = Step()
+    for slot, temperature in enumerate((0.0, 1.0)):
+        params = SamplingParams(temperature=temperature, repetition_penalty=0.01)
+        step.assign(slot, params, [2]).output(slot, 0)
+    assert run(Sampler(2, VOCAB_SIZE), logits, step).counts.tolist() == [NOT_FINITE] * 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

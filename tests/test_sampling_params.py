@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ REFUSALS = {
     "min_p": (1.5, "min_p=1.5: want a share in [0, 1]"),
     "presence_penalty": (2.5, "presence_penalty=2.5: want -2 to 2"),
     "frequency_penalty": ("x", "frequency_penalty='x': want a number, -2 to 2"),
-    "repetition_penalty": (0, "repetition_penalty=0: want more than 0 (1 is off)"),
+    "repetition_penalty": (0, "repetition_penalty=0: want 0.01 to 100 (1 is off)"),
     "logit_bias": ({5: 101}, "logit_bias[5]=101: want -100 to 100"),
     "seed": (2**64, "seed=18446744073709551616: want -9223372036854775808 to 18446744073709551615"),
     "stop": ([""], "stop=['']: want no empty string: it would end every output at once"),
@@ -68,12 +69,60 @@ def test_a_bad_value_is_refused_with_value_and_limit(name: str) -> None:
         ({"logit_bias": [1]}, "logit_bias=[1]: want a mapping from token ids to numbers"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias=1025 tokens: want at most"),
         ({"allowed_token_ids": range(1025)}, "allowed_token_ids=1025 tokens: want at most 1024"),
+        ({"logit_bias": {1: True}}, "logit_bias[1]=True: want -100 to 100"),
+        ({"temperature": 1e39}, "temperature=1e+39: want 0 or more, at most 3.4e+38"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty=1e-38: want 0.01 to 100 (1 is off)"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty=1e+39: want 0.01 to 100 (1 is off)"),
     ],
 )
 def test_more_refusals(keywords: dict[str, object], message: str) -> None:
     with pytest.raises(ParameterError) as refusal:
         SamplingParams(**keywords)
     assert message in str(refusal.value)
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+
+
+HUGE = {"400": 10**400, "-400": -(10**400), "5000": 10**5000, "fraction": Fraction(10**400)}
+
+
+@pytest.mark.parametrize("huge", [*HUGE, "1e39"])
+@pytest.mark.parametrize("name", [*NUMBERS, "repetition_penalty", "logit_bias"])
+def test_numbers_too_large_are_refused(name: str, huge: str) -> None:
+    value = HUGE.get(huge, 1e39)
+    with pytest.raises(ParameterError, match=name) as refusal:
+        SamplingParams(**{name: {1: value} if name == "logit_bias" else value})
+    assert len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["n", "top_k", "seed", "max_tokens", "stop_token_ids"])
+def test_integers_that_python_does_not_write_are_refused(name: str) -> None:
+    with pytest.raises(ParameterError, match=name):
+        SamplingParams(**{name: [10**5000] if name == "stop_token_ids" else 10**5000})
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_key_that_is_no_token_id_is_shortened(place: int) -> None:
+    key = ("9" * 5000, "9" * 11, 10**5000, "\ud800", "x" * 5000)[place]
+    with pytest.raises(ParameterError, match="as the key") as refusal:
+        SamplingParams(logit_bias={key: 1})
+    assert len(str(refusal.value)) < 200
+
+
+def test_float_parameters_stay_finite_as_float32() -> None:
+    """The largest and smallest of each, as samplers hold them."""
+    extremes = {
+        "temperature": (1e-5, 3.4e38),
+        "top_p": (1e-300, 1.0),
+        "min_p": (1e-300, 1.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+        "repetition_penalty": (0.01, 100.0),
+    }
+    for name, values in extremes.items():
+        for value in values:
+            assert np.isfinite(np.float32(getattr(SamplingParams(**{name: value}), name)))
 
 
 def test_all_bad_values_are_named_at_once() -> None:

@@ -57,18 +57,22 @@ class Candidates:
 
 
 def draw_token(kept: Candidates, bits: int) -> int:
-    """The token that 64 random bits pick."""
+    """The token that 64 random bits pick.
+
+    A token whatever the weights are: they are one request's, and a step is everybody's.
+    """
     running = kept.weights.cumsum()
     target = bits * int(running[-1]) >> 64
-    place = int(running.searchsorted(target, side="right"))
+    place = min(int(running.searchsorted(target, side="right")), len(running) - 1)
     return place if kept.token_ids is None else int(kept.token_ids[place])
 
 
 def candidates(
     logits: Floats, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Candidates:
-    """Weigh the tokens of one row of logits."""
-    scaled = logits / np.float32(temperature)
+    """Weigh the tokens of one row of logits; the best one over `temperature` must be finite."""
+    with np.errstate(over="ignore"):  # Far below the best one, -inf is as good.
+        scaled = logits / np.float32(temperature)
     best = np.float64(scaled.max())
     token_ids = None
     if 0 < top_k < len(scaled):

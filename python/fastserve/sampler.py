@@ -7,7 +7,8 @@ its logits and its plan. In vLLM's order:
 1. rows whose raw logits are not finite are set apart: their request ends with ``error``, alone;
 2. log probabilities, from the raw logits (:mod:`fastserve.logprobs`);
 3. ``allowed_token_ids``, ``min_tokens`` (end tokens masked), ``logit_bias``, then repetition,
-   frequency and presence penalties;
+   frequency and presence penalties; a row whose best logit is not finite after them is set apart
+   too;
 4. greedy rows take the best token (the lowest id of equals), the others draw
    (:mod:`fastserve.draw`), with bits named by seed, sequence index and position alone.
 
@@ -39,7 +40,7 @@ Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
 
 NOT_FINITE: Final = -1
-"""Count of a row whose raw logits have NaN or an infinity."""
+"""Count of a row whose logits have NaN or an infinity: the raw ones, or those made of them."""
 
 ALL_MASKED: Final = -2
 """Count of a row in which no token may be taken."""
@@ -168,9 +169,22 @@ class Sampler:
         adjusted: NDArray[np.float32] = logits.numpy()[others]
         self._adjust(adjusted, slots, positions)
         result.tokens[others] = adjusted.argmax(axis=1)
-        alive = adjusted.max(axis=1) != _MASKED
-        result.counts[others[~alive]] = ALL_MASKED
+        best = self._best_scaled(adjusted, slots)
+        alive = np.isfinite(best)
+        result.counts[others[~alive]] = np.where(best[~alive] == _MASKED, ALL_MASKED, NOT_FINITE)
         self._draw(adjusted, result, others, np.flatnonzero(~state.greedy[slots] & alive), plan)
+
+    def _best_scaled(self, logits: NDArray[np.float32], slots: Ints) -> NDArray[np.float32]:
+        """Each row's best logit, over the temperature where one is drawn with.
+
+        Only this one need be finite: NaN and +inf come first in a row, and what falls to -inf
+        beside it is not taken. What is not finite raises nothing, because it ends its row alone.
+        """
+        state = self._slots
+        divisors = np.where(state.greedy[slots], np.float32(1), state.temperature[slots])
+        with np.errstate(over="ignore"):
+            best: NDArray[np.float32] = logits.max(axis=1) / divisors
+        return best
 
     def _draw(
         self,
@@ -222,7 +236,8 @@ class Sampler:
         counts = self._output_counts[slot, tokens]
         values = logits[tokens]
         factor = state.repetition_penalty[slot]
-        values = np.where(values > 0, values / factor, values * factor)
+        with np.errstate(over="ignore"):
+            values = np.where(values > 0, values / factor, values * factor)
         values -= state.frequency_penalty[slot] * counts
         values -= state.presence_penalty[slot] * (counts > 0)
         logits[tokens] = values

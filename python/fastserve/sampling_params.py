@@ -27,6 +27,8 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy (vLLM's threshold)."""
 
 _MAX_COUNT = 2**31 - 1
+_MAX_FLOAT32 = 3.4028234663852886e38
+_MAX_KEY_LENGTH = 10  # Digits of the largest token id. Python refuses to read more than 4300.
 
 
 class ParameterError(FastserveError, ValueError):
@@ -60,7 +62,7 @@ class SamplingParams:
         presence_penalty: Subtracted from the logit of every token generated so far, in [-2, 2].
         frequency_penalty: The same, times how often it was generated, in [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of every token of the
-            prompt and of the output; above 0, 1 is off.
+            prompt and of the output, in [0.01, 100]; 1 is off.
         logit_bias: Added to the logits of these tokens, each in [-100, 100].
         seed: Of the noise. The same request with the same seed gives the same tokens in any
             company. ``None`` derives one from the engine's seed and the request's number.
@@ -113,7 +115,7 @@ class SamplingParams:
         check.number("min_p", "a share in [0, 1]", lambda x: 0.0 <= x <= 1.0)
         check.number("presence_penalty", "-2 to 2", lambda x: -2.0 <= x <= 2.0)
         check.number("frequency_penalty", "-2 to 2", lambda x: -2.0 <= x <= 2.0)
-        check.number("repetition_penalty", "more than 0 (1 is off)", lambda x: x > 0.0)
+        check.number("repetition_penalty", "0.01 to 100 (1 is off)", lambda x: 0.01 <= x <= 100.0)
         check.logit_bias()
         check.integer("seed", -(2**63), 2**64 - 1, optional=True)
         check.stop_strings()
@@ -188,13 +190,17 @@ class _Checker:
 
     def number(self, name: str, want: str, ok: Callable[[float], bool]) -> None:
         value = self.given(name)
-        if isinstance(value, bool) or not isinstance(value, Real):
+        number = _as_float(value)
+        if number is None:
             self.refuse(name, value, f"a number, {want}")
-        elif not math.isfinite(value) or not ok(float(value)):
-            kind = "" if math.isfinite(value) else "a finite number, "
-            self.refuse(name, value, kind + want)
+        elif not math.isfinite(number):
+            self.refuse(name, value, f"a finite number, {want}")
+        elif not ok(number):
+            self.refuse(name, value, want)
+        elif number > _MAX_FLOAT32:  # Samplers hold float32.
+            self.refuse(name, value, f"{want}, at most {_MAX_FLOAT32:.1e}")
         else:
-            self.store(name, float(value))
+            self.store(name, number)
 
     def flag(self, name: str) -> None:
         value = self.given(name)
@@ -242,19 +248,20 @@ class _Checker:
         if not isinstance(value, Mapping):
             self.refuse("logit_bias", value, "a mapping from token ids to numbers")
             return
-        bias: dict[int, float] = {}
-        for key, amount in value.items():
-            # JSON has no integer keys, so OpenAI's clients send "50256".
-            token = _as_int(int(key) if isinstance(key, str) and key.isdecimal() else key)
-            if token is None or not 0 <= token <= _MAX_COUNT:
-                self.refuse(f"logit_bias[{key!r}]", amount, "a token id, 0 or more, as the key")
-            elif not isinstance(amount, Real) or not -100.0 <= float(amount) <= 100.0:
-                self.refuse(f"logit_bias[{key}]", amount, "-100 to 100")
-            else:
-                bias[token] = float(amount)
         if len(value) > MAX_NUM_BIASED_TOKENS:
             want = f"at most {MAX_NUM_BIASED_TOKENS}; leave some out"
             self.refuse("logit_bias", f"{len(value)} tokens", want)
+            return
+        bias: dict[int, float] = {}
+        for key, amount in value.items():
+            token, number = _token_of_key(key), _as_float(amount)
+            if token is None or not 0 <= token <= _MAX_COUNT:
+                name = f"logit_bias[{_shown(key)}]"
+                self.refuse(name, amount, "a token id, 0 or more, as the key")
+            elif number is None or not -100.0 <= number <= 100.0:
+                self.refuse(f"logit_bias[{key}]", amount, "-100 to 100")
+            else:
+                bias[token] = number
         self.store("logit_bias", bias)
 
     def min_not_above_max(self) -> None:
@@ -270,9 +277,29 @@ def _as_int(value: object) -> int | None:
     return operator.index(value)
 
 
+def _as_float(value: object) -> float | None:
+    """`value` if it is a number of any kind, but not a bool; infinite beyond a float's range."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _token_of_key(key: object) -> int | None:
+    """The token id of a mapping's key. JSON has no integer keys: OpenAI's clients send "50256"."""
+    if isinstance(key, str):
+        return int(key) if key.isdecimal() and len(key) <= _MAX_KEY_LENGTH else None
+    return _as_int(key)
+
+
 def _shown(value: Any) -> str:
     """A value as an error names it: short, whatever was given."""
-    text = value if isinstance(value, str) and " " in value else repr(value)
+    try:
+        text = value if isinstance(value, str) and " " in value else repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits.
+        text = f"{type(value).__name__} of more than 4300 digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
