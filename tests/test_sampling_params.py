@@ -69,6 +69,7 @@ def test_a_bad_value_is_refused_with_value_and_limit(name: str) -> None:
         ({"logit_bias": [1]}, "logit_bias=[1]: want a mapping from token ids to numbers"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias=1025 tokens: want at most"),
         ({"allowed_token_ids": range(1025)}, "allowed_token_ids=1025 tokens: want at most 1024"),
+        ({"stop": ["a", "\ud800"]}, "want text without halves of surrogate pairs"),
         ({"logit_bias": {1: True}}, "logit_bias[1]=True: want -100 to 100"),
         ({"temperature": 1e39}, "temperature=1e+39: want 0 or more, at most 3.4e+38"),
         ({"repetition_penalty": 1e-38}, "repetition_penalty=1e-38: want 0.01 to 100 (1 is off)"),

@@ -150,13 +150,13 @@ REFUSALS: list[tuple[dict[str, Any], int, str, str | None]] = [
     (
         {"prompt": "x", "max_tokens": 0},
         400,
-        "max_tokens=0: want at least 1, or None for up to the model's length",
+        "max_tokens=0: want at least 1, or null for 16",
         "max_tokens",
     ),
     (
         {"prompt": "x", "max_tokens": -3},
         400,
-        "max_tokens=-3: want at least 1, or None for up to the model's length",
+        "max_tokens=-3: want at least 1, or null for 16",
         "max_tokens",
     ),
     (
@@ -168,8 +168,20 @@ REFUSALS: list[tuple[dict[str, Any], int, str, str | None]] = [
     (
         {"prompt": "x", "temprature": 1},
         400,
-        "temprature is not a parameter of this server",
+        "temprature is not a parameter of this server; did you mean temperature?",
         "temprature",
+    ),
+    (
+        {"prompt": "x", "stop_token_ids": [320]},
+        400,
+        "stop_token_ids has token 320: want 0 to 319",
+        "stop_token_ids",
+    ),
+    (
+        {"prompt": "x", "logit_bias": {"320": 1}},
+        400,
+        "logit_bias has token 320: want 0 to 319",
+        "logit_bias",
     ),
     ({"prompt": "x", "logprobs": 21}, 400, "logprobs=21: want 0 to 20", "logprobs"),
     (

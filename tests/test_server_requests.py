@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from fastserve.sampling_params import ParameterError
+from fastserve.server.answers import encode_event
 from fastserve.server.errors import ApiError, as_api_error
+from fastserve.server.json_response import json_response
 from fastserve.server.requests import ChatRequest, CompletionRequest, parse
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -98,7 +100,45 @@ CALL = [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
             "response_format is not supported by this server; leave it out",
             "response_format",
         ),
-        (completion, {"topk": 3}, "topk is not a parameter of this server", "topk"),
+        (
+            completion,
+            {"topk": 3},
+            "topk is not a parameter of this server; did you mean top_k?",
+            "topk",
+        ),
+        (chat, {"beam_width": 3}, "beam_width is not a parameter of this server", "beam_width"),
+        (chat, {"": 3}, '"" is not a parameter of this server', '""'),
+        (chat, {"str": 3}, "str is not a parameter of this server; did you mean stream?", "str"),
+        (
+            chat,
+            {"stream_options": {"stop": 1}},
+            "stream_options.stop is not a parameter of this server",
+            "stream_options.stop",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": "x", "contents": "y"}]},
+            "messages[0].contents is not a parameter of this server; did you mean content?",
+            "messages[0].contents",
+        ),
+        (
+            completion,
+            {"max_tokens": 0},
+            "max_tokens=0: want at least 1, or null for 16",
+            "max_tokens",
+        ),
+        (
+            chat,
+            {"max_tokens": 0},
+            "max_tokens=0: want at least 1, or null for up to the model's length",
+            "max_tokens",
+        ),
+        (
+            chat,
+            {"allowed_token_ids": []},
+            "allowed_token_ids=(): want at least one token, or null for all of them",
+            "allowed_token_ids",
+        ),
         (completion, {"temperature": "1"}, 'temperature="1": want a valid number', "temperature"),
         (completion, {"n": True}, "n=true: want a valid integer", "n"),
         (completion, {"n": 1.5}, "n=1.5: want a valid integer", "n"),
@@ -116,6 +156,8 @@ CALL = [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
         (completion, {"logit_bias": {"7": 101}}, None, "logit_bias"),
         (chat, {"messages": []}, "messages is empty; give at least one", "messages"),
         (chat, {"messages": [{"role": "user"}]}, None, "messages[0].content"),
+        (chat, {"messages": [{"role": "user", "content": None}]}, None, "messages[0].content"),
+        (chat, {"messages": [{"role": "assistant"}]}, None, "messages[0].content"),
         (chat, {"messages": IMAGE}, None, "messages[0].content"),
         (chat, {"messages": CALL}, None, "messages[0].tool_calls"),
         (chat, {"messages": [{"role": "tool", "content": ""}]}, None, "messages[0].role"),
@@ -139,8 +181,92 @@ def test_refusals_name_the_parameter(
     assert message is None or error.message == message
 
 
+HALF = "\ud800"
+
+
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": "\xc3\x28"}']
+    ("call", "fields", "param"),
+    [
+        (completion, {"prompt": f"a{HALF}"}, "prompt"),
+        (completion, {"prompt": ["a", "\udfff"]}, "prompt[1]"),
+        (completion, {"n": HALF}, "n"),
+        (completion, {"stop": ["a", HALF]}, "stop[1]"),
+        (completion, {"model": HALF}, "model"),
+        (completion, {"user": HALF}, "user"),
+        (completion, {"logit_bias": {HALF: 1}}, "logit_bias.\\ud800"),
+        (completion, {HALF: 1}, "\\ud800"),
+        (completion, {"tools": [{"x": HALF}]}, "tools[0].x"),
+        (chat, {"messages": [{"role": "user", "content": HALF}]}, "messages[0].content"),
+        (chat, {"messages": [{"role": HALF, "content": "x"}]}, "messages[0].role"),
+        (chat, {"messages": [{HALF: 1}]}, "messages[0].\\ud800"),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+            "messages[0].content[0].text",
+        ),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(
+    call: Any, fields: dict[str, Any], param: str
+) -> None:
+    error = refusal(call, **fields)
+    assert (error.status, error.code, error.param) == (400, "invalid_text", param)
+    assert error.message == (
+        f"{param} has half of a surrogate pair; want both halves, or U+FFFD in its place"
+    )
+    assert json_response(error.envelope()).body
+
+
+def test_whole_surrogate_pairs_are_characters() -> None:
+    prompt = "\U0001f600 \\ud800"  # Escaped by JSON as a pair, and as a backslash.
+    assert completion(prompt=prompt).prompt == prompt
+    assert parse(CompletionRequest, b'\xef\xbb\xbf{"prompt":"x"}').prompt == "x"
+
+
+def test_an_answer_can_be_encoded_whatever_is_in_it() -> None:
+    fields = {"a": HALF, "b": "\xe9"}
+    assert json.loads(json_response(fields).body) == fields
+    assert json.loads(encode_event(fields).removeprefix(b"data: ")) == fields
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x" * 5000: 1},
+        {"logit_bias": {"9" * 5000: 1}},
+        {"logit_bias": {"9" * 5000: "x"}},
+        {"logit_bias": {str(-number): 1 for number in range(5000)}},
+        {"user": ["x" * 5000]},
+        {"temperature": 10**400},
+        {"logit_bias": {"1": 10**400}},
+        {"seed": 10**400},
+    ],
+)
+def test_what_a_client_wrote_is_repeated_shortly(fields: dict[str, Any]) -> None:
+    error = refusal(completion, **fields)
+    assert error.status == 400
+    assert error.param
+    assert len(error.message) < 300
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": None}
+    taken = chat(messages=[*HELLO, message]).messages[1].as_template_takes_it()
+    assert taken == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"prompt": "\xc3\x28"}',
+        b'{"n": ' + b"9" * 5000 + b"}",
+    ],
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:

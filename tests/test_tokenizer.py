@@ -15,6 +15,7 @@ import gguf_factory
 import model_factory
 from fastserve.errors import ModelError
 from fastserve.models.resolve import ModelSource, resolve
+from fastserve.sampling_params import ParameterError
 from fastserve.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -312,3 +313,14 @@ def test_every_token_id_has_bytes(smollm2):
     ids = np.random.default_rng(0).integers(17, 49152, 500).tolist()
     whole = b"".join(table[token] for token in ids).decode(errors="replace")
     assert smollm2.decode(ids) == whole
+
+
+@pytest.mark.parametrize("text", ["ab\ud800", "ab\udfffc", "ab\udfff\ud800"])
+def test_half_a_surrogate_pair_is_named(text, smollm2):
+    with pytest.raises(ParameterError) as refusal:
+        smollm2.encode(text)
+    assert str(refusal.value) == (
+        f"prompt has {text[2]!a} at character 2: want both halves of a surrogate pair"
+    )
+    with pytest.raises(TypeError):
+        smollm2.encode(5)

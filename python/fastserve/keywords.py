@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["names_unknown_keywords", "unknown_keyword"]
+__all__ = ["names_unknown_keywords", "nearest", "unknown_keyword"]
 
 Class = TypeVar("Class", bound=type)
 
@@ -16,9 +16,14 @@ Class = TypeVar("Class", bound=type)
 def unknown_keyword(where: str, name: str, known: Iterable[str]) -> TypeError:
     """The error for keyword `name`, which `where` does not take."""
     known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+    near = nearest(name, known)
+    remedy = f"known: {', '.join(known)}" if near is None else f"did you mean {near!r}?"
     return TypeError(f"{where} has no keyword {name!r}; {remedy}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` may have been meant for."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
 
 
 def names_unknown_keywords(decorated: Class) -> Class:

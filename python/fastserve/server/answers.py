@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastserve.server.json_response import SURROGATES
 from fastserve.text.detokenizer import Detokenizer, TokenTable
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def encode_event(fields: Mapping[str, Any]) -> bytes:
     if not text.isascii():
         for character in ("\x85", "\u2028", "\u2029"):
             text = text.replace(character, f"\\u{ord(character):04x}")
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + text.encode(errors=SURROGATES) + b"\n\n"
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

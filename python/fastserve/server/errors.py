@@ -48,6 +48,12 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    @property
+    def reason(self) -> str:
+        """What a log may say of it: nothing that the client wrote but an unknown name."""
+        code = self.code or "refused"
+        return code if self.param is None else f"{code} {self.param!a}"
+
     def envelope(self) -> dict[str, Any]:
         """The answer's body."""
         kind = _TYPES.get(self.status, "invalid_request_error")
@@ -86,6 +92,6 @@ def as_api_error(error: Exception, *, prompt_param: str | None = None) -> ApiErr
 
 
 def _named(message: str) -> str | None:
-    """The parameter of ``name=value: want …``, as this package's errors say it."""
-    match = re.match(r"(\w+)(?:\[[^\]]*\])?=", message)
+    """The parameter of ``name=value: want …`` or the like, as this package's errors say it."""
+    match = re.match(r"(\w+)(?:=|\[| has token )", message)
     return match[1] if match else None

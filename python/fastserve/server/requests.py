@@ -10,16 +10,18 @@ taken as such.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fastserve.sampling_params import SamplingParams
+from fastserve.keywords import nearest
+from fastserve.sampling_params import ParameterError, SamplingParams
 from fastserve.server.errors import ApiError
 
-__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "parse"]
+__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "parse", "shortened"]
 
 # OpenAI's parameters that are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -61,6 +63,12 @@ _UNIONS = {
     "content": 'text, or a list of {"type": "text", "text": ...}; nothing else is supported',
 }
 
+# How half of a surrogate pair is written in JSON. The halves of a whole pair look like it too.
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+
+_MAX_LENGTH = 80
+"""Characters of a client's name or value that an error repeats."""
+
 Request = TypeVar("Request", bound="GenerationRequest")
 
 
@@ -78,6 +86,7 @@ class GenerationRequest(_Strict, ABC):
     """What completions and chat completions have in common."""
 
     PROMPT: ClassVar[str]
+    WITHOUT_MAX_TOKENS: ClassVar[str]
 
     model: str | None = None
     stream: bool | None = None
@@ -136,7 +145,15 @@ class GenerationRequest(_Strict, ABC):
         """
         given = {name: getattr(self, name) for name in _SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**given | self._own_sampling())
+        try:
+            return SamplingParams(**given | self._own_sampling())
+        except ParameterError as error:
+            raise ParameterError([self._in_json_words(each) for each in error.problems]) from None
+
+    def _in_json_words(self, problem: str) -> str:
+        without = f"null for {self.WITHOUT_MAX_TOKENS}"
+        problem = problem.replace("None for up to the model's length", without)
+        return problem.replace("or None", "or null")
 
     @abstractmethod
     def _own_sampling(self) -> dict[str, Any]:
@@ -155,6 +172,7 @@ class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
     PROMPT: ClassVar[str] = "prompt"
+    WITHOUT_MAX_TOKENS: ClassVar[str] = "16"
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
@@ -190,17 +208,20 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """One turn of a conversation. ``developer`` is OpenAI's newer word for ``system``."""
+    """One turn of a conversation. ``developer`` is OpenAI's newer word for ``system``.
+
+    An assistant that only called tools has said ``null``, which is no text.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None
 
     def as_template_takes_it(self) -> dict[str, str]:
         """Role and text, as chat templates know them."""
         text = (
             self.content
             if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
+            else "".join(part.text for part in self.content or ())
         )
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -209,6 +230,7 @@ class ChatRequest(GenerationRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     PROMPT: ClassVar[str] = "messages"
+    WITHOUT_MAX_TOKENS: ClassVar[str] = "up to the model's length"
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -222,6 +244,12 @@ class ChatRequest(GenerationRequest):
             raise ApiError(
                 400, "messages is empty; give at least one", param="messages", code="empty_prompt"
             )
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                param = f"messages[{index}].content"
+                raise ApiError(
+                    400, f"{param}: want {_UNIONS['content']}", param=param, code="invalid_type"
+                )
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise ApiError(
@@ -248,19 +276,17 @@ class ChatRequest(GenerationRequest):
         }
 
 
+_PARTS: dict[str, type[_Strict]] = {"messages": Message, "stream_options": StreamOptions}
+"""What has parameters of its own below the body's."""
+
+
 def parse(kind: type[Request], body: bytes) -> Request:
     """Read a request's body.
 
     Raises:
         ApiError: It is no JSON, or a parameter is unknown, unsupported or of the wrong type.
     """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body is no JSON object", code="invalid_json")
-    fields = _without(fields, _NEUTRAL)
+    fields = _without(_loaded(body), _NEUTRAL)
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [
@@ -272,9 +298,52 @@ def parse(kind: type[Request], body: bytes) -> Request:
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
-        _refuse(error)
+        _refuse(kind, error)
     request.check()
     return request
+
+
+def _loaded(body: bytes) -> dict[str, Any]:
+    """The body's object. Its text has whole characters only, so all of it can be encoded again."""
+    try:
+        text = body.decode("utf-8-sig")  # RFC 8259: nothing but UTF-8 between programs.
+        fields = json.loads(text)
+        place = _place_of_half_pair(fields) if _HALF_PAIR.search(text) else None
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]  # After it Python's advice to programmers.
+        raise ApiError(400, f"the body is no JSON: {reason}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body is no JSON object", code="invalid_json")
+    if place is not None:
+        raise ApiError(
+            400,
+            f"{place} has half of a surrogate pair; want both halves, or U+FFFD in its place",
+            param=place,
+            code="invalid_text",
+        )
+    return fields
+
+
+def _place_of_half_pair(value: object, place: str = "") -> str | None:
+    """The first text in `value` that no encoding has, by its place; ``None`` if all is well."""
+    if isinstance(value, str):
+        return None if _printable(value) == value else place
+    if isinstance(value, dict):
+        for key, item in value.items():
+            name = _printable(key)
+            where = shortened(f"{place}.{name}" if place else name)
+            found = where if name != key else _place_of_half_pair(item, where)
+            if found is not None:
+                return found
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if (found := _place_of_half_pair(item, f"{place}[{index}]")) is not None:
+                return found
+    return None
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _without(
@@ -295,18 +364,27 @@ def _without(
     return kept
 
 
-def _refuse(error: ValidationError) -> NoReturn:
+def _refuse(kind: type[GenerationRequest], error: ValidationError) -> NoReturn:
     """Say the first of pydantic's findings in this package's words."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    place = [part for part in problem["loc"] if not _names_a_type(part)]
+    *outer, last = problem["loc"]
+    is_unknown = problem["type"] == "extra_forbidden"
+    place = [part for part in outer if not _names_a_type(part)]
+    if is_unknown or not _names_a_type(last):
+        place.append(last)
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
+    param = shortened(param)
     name = next((part for part in reversed(place) if isinstance(part, str)), "")
     if problem["type"] == "missing":
         message, code = f"{param} is missing", "missing_parameter"
+    elif is_unknown:
+        known = _PARTS.get(str(place[0]), kind).model_fields
+        near = nearest(name, known)
+        remedy = "" if near is None else f"; did you mean {near}?"
+        param = param or '""'
+        message, code = f"{param} is not a parameter of this server{remedy}", "unknown_parameter"
     elif name in _UNIONS:
         message, code = f"{param}: want {_UNIONS[name]}", "invalid_type"
-    elif problem["type"] == "extra_forbidden":
-        message, code = f"{param} is not a parameter of this server", "unknown_parameter"
     else:
         want = problem["msg"].removeprefix("Input should be ")
         want = want.replace("dictionary or instance of", "object with the fields of")
@@ -320,5 +398,9 @@ def _names_a_type(part: str | int) -> bool:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def shortened(text: str) -> str:
+    """What a client wrote, as an error repeats it."""
+    return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 3] + "..."

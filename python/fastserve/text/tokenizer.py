@@ -20,6 +20,7 @@ from fastserve.errors import ModelError
 from fastserve.models.gguf_file import GgufFile
 from fastserve.models.hf_config import read_json
 from fastserve.models.resolve import ModelSource
+from fastserve.sampling_params import ParameterError
 from fastserve.text.chat_template import ChatTemplate, templates_in
 from fastserve.text.gguf_vocab import named_token, tokenizer_from_gguf
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _SPACE: Final = "\u2581"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 _GGUF_NAMES: Final = ("bos", "eos", "unknown", "seperator", "padding")  # So it is spelled there.
 
@@ -79,8 +81,18 @@ class Tokenizer:
         return _from_folder(source.path) if source.gguf is None else _from_gguf(source.gguf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of ``text``, with what the model wants around it unless told otherwise."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """The tokens of ``text``, with what the model wants around it unless told otherwise.
+
+        Raises:
+            ParameterError: It has half of a surrogate pair, which is in no encoding.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            if (half := _HALF_PAIR.search(text)) is None:
+                raise
+            problem = f"prompt has {half[0]!a} at character {half.start()}"
+            raise ParameterError([f"{problem}: want both halves of a surrogate pair"]) from None
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
