@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import queue
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +47,20 @@ def engine() -> Iterator[FakeEngine]:
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+class LogWaiter(logging.Handler):
+    """Lets a test wait for the first line of a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.put(record.getMessage())
+
+    def wait(self) -> str:
+        return self._lines.get(timeout=30)
 
 
 def say(text: str) -> list[dict[str, str]]:
@@ -268,6 +284,57 @@ def test_a_client_that_goes_away_aborts_its_requests(
     assert sorted(engine.aborted) == prompts
     server.call(engine.gate.set)
     assert client.completions.create(model="fake", prompt="ok").choices[0].text == "ko"
+
+
+def test_a_client_that_leaves_in_its_body_is_one_line_in_the_log(
+    client: openai.OpenAI, server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    logged = LogWaiter()
+    logging.getLogger("fastserve.server").addHandler(logged)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+        raw.sendall(head + b"content-type: application/json\r\n\r\n{")
+    line = logged.wait()
+    logging.getLogger("fastserve.server").removeHandler(logged)
+    assert line == "/v1/completions 499: left in the middle of the body"
+    assert client.completions.create(model="fake", prompt="ok").choices[0].text == "ko"
+    assert [record for record in caplog.records if record.exc_info or record.levelno > 20] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "line"),
+    [
+        ("completions", {"n": "secret"}, "invalid_type 'n'"),
+        ("completions", {"prompt": 5, "n": 1}, "invalid_type 'prompt'"),
+        ("completions", {"stop": ["secret"] * 65}, "invalid_parameter 'stop'"),
+        ("completions", {"a\nb": 1}, "unknown_parameter 'a\\nb'"),
+        ("chat/completions", {"messages": "secret"}, "invalid_type 'messages'"),
+    ],
+)
+def test_the_log_says_why_and_not_what(
+    server: LiveServer,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    fields: dict[str, Any],
+    line: str,
+) -> None:
+    caplog.set_level(logging.INFO, "fastserve.server")
+    body = {"prompt": "secret"} | fields if path == "completions" else fields
+    assert httpx.post(f"{server.url}/v1/{path}", json=body).status_code == 400
+    assert [record.getMessage() for record in caplog.records if "fastserve" in record.name] == [
+        f"/v1/{path} 400: {line}"
+    ]
+
+
+def test_a_refusal_of_the_engine_is_logged_with_its_reason(
+    server: LiveServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = type("RequestError", (FastserveError,), {"code": "queue_full", "http_status": 429})
+    engine.error = refusal("queue is full")
+    caplog.set_level(logging.INFO, "fastserve.server")
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 429
+    assert "/v1/completions 429 queue_full: 1 prompt tokens" in caplog.text
 
 
 def test_a_stream_that_is_left_in_the_middle_is_aborted(

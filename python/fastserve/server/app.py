@@ -9,6 +9,7 @@ in another. The engine belongs to the caller, who shuts it down.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,15 +21,18 @@ from starlette.responses import Response
 from fastserve.errors import ModelError
 from fastserve.server.answers import Answers, ChatAnswers, CompletionAnswers
 from fastserve.server.errors import ApiError, as_api_error
-from fastserve.server.generation import Generation, check_model, read_job
+from fastserve.server.generation import CLIENT_GONE, Generation, check_model, read_job
 from fastserve.server.json_response import json_response
 from fastserve.server.requests import ChatRequest, CompletionRequest, GenerationRequest
+from fastserve.server.streams import ClientGone
 
 if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
     from fastserve.text.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
+
+logger = logging.getLogger("fastserve.server")
 
 
 def create_app(engine: AsyncEngine, *, served_model_name: Sequence[str] = ()) -> FastAPI:
@@ -92,7 +96,14 @@ class _Api:
     async def _generate(
         self, request: Request, kind: type[GenerationRequest], shape: type[Answers]
     ) -> Response:
-        job = await read_job(request, kind, self._tokenizer, self._names)
+        try:
+            job = await read_job(request, kind, self._tokenizer, self._names)
+        except ClientGone:
+            logger.info("%s %d: left in the middle of the body", shape.PATH, CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
+        except ApiError as refusal:
+            logger.info("%s %d: %s", shape.PATH, refusal.status, refusal.reason)
+            raise
         answers = shape(
             self._names[0],
             self._tokenizer.table,

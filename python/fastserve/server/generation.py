@@ -20,14 +20,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from fastserve.sampling_params import SamplingParams
 from fastserve.server.answers import DONE, Answers, encode_event
 from fastserve.server.errors import ApiError, as_api_error
 from fastserve.server.json_response import json_response
-from fastserve.server.requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from fastserve.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse,
+    shortened,
+)
 from fastserve.server.streams import ClientGone, EventStream, merged, unless_gone
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
 
     Outputs: TypeAlias = AsyncGenerator[tuple[int, RequestOutput], None]
 
-__all__ = ["Generation", "Job", "read_job"]
+__all__ = ["CLIENT_GONE", "Generation", "Job", "read_job"]
 
 logger = logging.getLogger("fastserve.server")
 
@@ -69,6 +75,7 @@ async def read_job(
 
     Raises:
         ApiError: It is refused.
+        ClientGone: The client left before it had sent all of it.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -77,7 +84,10 @@ async def read_job(
         raise ApiError(
             415, f"content-type is {got}; want application/json", code="unsupported_media_type"
         )
-    body = await request.body()
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
 
     def read() -> Job:
         parsed = parse(kind, body)
@@ -96,7 +106,7 @@ def check_model(name: str | None, names: tuple[str, ...]) -> None:
     if name is not None and name not in names:
         raise ApiError(
             404,
-            f"model {name!r} is not served here; served: {', '.join(names)}",
+            f"model {shortened(repr(name))} is not served here; served: {', '.join(names)}",
             param="model",
             code="model_not_found",
         )
@@ -130,15 +140,15 @@ class Generation:
             if not self.job.request.streams:
                 await unless_gone(request.receive, _exhausted(outputs))
                 response = json_response(self.answers.whole(self._in_order()))
-                self._log(200)
+                self._log("200")
                 return response
             await unless_gone(request.receive, anext(outputs))
         except ClientGone:
-            self._log(CLIENT_GONE)
+            self._log(str(CLIENT_GONE))
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
             refusal = as_api_error(error, prompt_param=self.job.request.PROMPT)
-            self._log(refusal.status)
+            self._log(f"{refusal.status} {refusal.reason}")
             raise refusal from error
         return EventStream(self._events(outputs), outputs.aclose)
 
@@ -159,7 +169,7 @@ class Generation:
 
     async def _events(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         """The stream, from the outputs that have come already to its end."""
-        status = CLIENT_GONE
+        result = str(CLIENT_GONE)
         try:
             for number, output in list(self.latest.items()):
                 for piece in self.answers.pieces(number, output):
@@ -170,23 +180,23 @@ class Generation:
             if self.job.request.usage_in_stream:
                 yield self.answers.usage_event(self._in_order())
             yield DONE
-            status = 200
+            result = "200"
         except Exception as error:
             refusal = as_api_error(error, prompt_param=self.job.request.PROMPT)
-            status = refusal.status
+            result = f"{refusal.status} {refusal.reason}"
             yield encode_event(refusal.envelope())
         finally:
-            self._log(status)
+            self._log(result)
 
     def _in_order(self) -> list[RequestOutput]:
         return [self.latest[number] for number in sorted(self.latest)]
 
-    def _log(self, status: int) -> None:
+    def _log(self, result: str) -> None:
         outputs = self._in_order()
         logger.info(
-            "%s %d: %d prompt tokens (%d cached), %d generated, %.2f s",
+            "%s %s: %d prompt tokens (%d cached), %d generated, %.2f s",
             self.answers.PATH,
-            status,
+            result,
             sum(map(len, self.job.prompts)),
             sum(output.num_cached_tokens for output in outputs),
             sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
