@@ -167,12 +167,39 @@ def test_end_tokens_come_from_the_generation_settings(tmp_path):
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"hidden_size": "64"}, "hidden_size='64': want int"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes': want true or false"),
+        ({"architectures": {"a": 1}}, "architectures={'a': 1}: want a list of class names"),
+        ({"architectures": 1.5}, "architectures=1.5: want a list of class names"),
+        ({"architectures": "Llama"}, "architectures='Llama': want a list of class names"),
+        ({"architectures": [1]}, "architectures=[1]: want a list of class names"),
+        ({"architectures": None, "model_type": [1]}, "model_type=[1]: want str"),
+        ({"eos_token_id": 320}, "eos_token_id=320: want less than vocab_size=320"),
+        ({"eos_token_id": [2, 2**70]}, f"eos_token_id=[2, {2**70}]: want less than vocab_size=320"),
+        ({"eos_token_id": -1}, "eos_token_id=-1: want a token id or a list of them"),
+        ({"head_dim": 0}, "head_dim=0: want 1 to 4096"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: want 1e-30 to 1"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf: want 1 to 1000000000000000"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": -3},
+            "sliding_window=-3: want 0 to 1073741824",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "low_freq_factor=4.0: want less than high_freq_factor=4.0",
+        ),
         ({"eos_token_id": ["x"]}, "eos_token_id=['x']: want a token id or a list of them"),
-        ({"num_hidden_layers": 10**9}, "num_layers=1000000000: want 1 to 4096"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: want 1 to 4096"),
         (
             {"num_key_value_heads": 3, "intermediate_size": 0},
-            "intermediate_size=0: want 1 to 1048576; num_kv_heads=3: want a divisor of "
-            "num_q_heads, 4",
+            "intermediate_size=0: want 1 to 1048576; num_key_value_heads=3: want a divisor of "
+            "num_attention_heads, 4",
         ),
         (
             {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
@@ -192,10 +219,45 @@ def test_what_is_not_supported_is_refused_by_name(change, want, tmp_path):
     assert str(caught.value) == f"{tmp_path}/config.json: {want}"
 
 
+NUMBERS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+)
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e400", "-1e400", "NaN", "1" + "0" * 400, '"1"'])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_number_is_taken_that_cannot_be_computed_with(name, value, tmp_path):
+    values = LLAMA | {"rope_scaling": dict(ROPE)}
+    (values["rope_scaling"] if name in ROPE else values)[name] = json.loads(value)
+    with pytest.raises(ModelError, match=f"^{tmp_path}/config.json: (.*[ :])?{name}=") as caught:
+        read(tmp_path, values)
+    assert "want" in str(caught.value)
+
+
+def test_a_bad_end_token_of_the_generation_settings_names_that_file(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 400]}')
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, LLAMA)
+    assert str(caught.value) == (
+        f"{tmp_path}/generation_config.json: eos_token_id=[2, 400]: want less than vocab_size=320"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "want"),
     [
         ("{", "not valid JSON: Expecting property name"),
+        ("[" * 100_000, "not valid JSON: "),
         ("[1]", "want a JSON object, found list"),
         (None, "cannot be read: No such file or directory"),
     ],

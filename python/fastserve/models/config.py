@@ -7,8 +7,9 @@ from GGUF metadata (``gguf_config.py``). Code that runs a model never asks for i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from fastserve.errors import ModelError
@@ -27,6 +28,16 @@ _LIMITS: Final = {
     "max_positions": 1 << 30,
 }
 """Beyond what any model has: a record outside is broken, and would ask for absurd memory."""
+
+_RANGES: Final = {"norm_eps": (1e-30, 1), "attention_scale": (1e-6, 10**6)}
+_ROPE_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "theta": (1, 10**15),
+    "factor": (1e-3, 10**6),
+    "low_freq_factor": (1e-3, 10**6),
+    "high_freq_factor": (1e-3, 10**6),
+    "original_max_positions": (1, 1 << 30),
+}
+"""Far beyond what any model has, and still numbers in float32 after all that is done with them."""
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3"]
 ROPE_KINDS: Final[tuple[RopeKind, ...]] = ("default", "linear", "llama3")
@@ -112,45 +123,69 @@ class DecoderConfig:
         """Width of all key heads; of all value heads too."""
         return self.num_kv_heads * self.head_dim
 
-    def problems(self) -> list[str]:
-        """One sentence for each field that makes no sense."""
+    def problems(self, keys: Mapping[str, str]) -> list[str]:
+        """One sentence for each field that makes no sense, called as in `keys`."""
+        limits = {name: (1, most) for name, most in _LIMITS.items()}
         bad = [
-            f"{name}={getattr(self, name)}: want 1 to {most}"
-            for name, most in _LIMITS.items()
-            if not 1 <= getattr(self, name) <= most
+            f"{keys.get(name, name)}={getattr(record, name)}: want {low} to {high}"
+            for record, ranges in ((self, limits | _RANGES), (self.rope, _ROPE_RANGES))
+            for name, (low, high) in ranges.items()
+            if not low <= getattr(record, name) <= high  # NaN is in no range.
         ]
         if self.num_kv_heads > 0 and self.num_q_heads % self.num_kv_heads:
+            name, of = (keys.get(name, name) for name in ("num_kv_heads", "num_q_heads"))
+            bad.append(f"{name}={self.num_kv_heads}: want a divisor of {of}, {self.num_q_heads}")
+        if (
+            self.rope.kind == "llama3"
+            and not self.rope.low_freq_factor < self.rope.high_freq_factor
+        ):
             bad.append(
-                f"num_kv_heads={self.num_kv_heads}: want a divisor of num_q_heads, "
-                f"{self.num_q_heads}"
+                f"low_freq_factor={self.rope.low_freq_factor}: want less than "
+                f"high_freq_factor={self.rope.high_freq_factor}"
             )
         if self.head_dim % 2:
             bad.append(f"head_dim={self.head_dim}: want an even number")
         if len(self.windows) != self.num_layers:
             bad.append(f"{len(self.windows)} layer types for num_layers={self.num_layers}")
-        if any(window < 0 for window in self.windows):
-            bad.append(f"windows={self.windows}: want 0 or more")
+        most = _LIMITS["max_positions"]
+        bad += [
+            f"{keys.get('windows', 'windows')}={window}: want 0 to {most}"
+            for window in sorted(set(self.windows))
+            if not 0 <= window <= most
+        ]
         return bad
 
 
-def checked(config: DecoderConfig, origin: str) -> DecoderConfig:
+def checked(
+    config: DecoderConfig, origin: str, keys: Mapping[str, str] = MappingProxyType({})
+) -> DecoderConfig:
     """The configuration itself, once it makes sense.
+
+    Args:
+        config: To be checked.
+        origin: Where it is from.
+        keys: What `origin` calls fields that have another name there.
 
     Raises:
         ModelError: Names ``origin`` and every bad field.
     """
-    bad = config.problems()
+    bad = config.problems(keys)
     if bad:
         raise ModelError(f"{origin}: {'; '.join(bad)}")
     return config
 
 
-def checked_layers(num_layers: int, origin: str) -> int:
+def checked_layers(num_layers: int, origin: str, key: str) -> int:
     """The number of layers itself, before anything is made of that length."""
     most = _LIMITS["num_layers"]
     if not 1 <= num_layers <= most:
-        raise ModelError(f"{origin}: num_layers={num_layers}: want 1 to {most}")
+        raise ModelError(f"{origin}: {key}={num_layers}: want 1 to {most}")
     return num_layers
+
+
+def usual_scale(head_dim: int) -> float:
+    """1 / √head_dim. Of a size that :func:`checked` will refuse, some other number."""
+    return float(min(max(head_dim, 1), _LIMITS["head_dim"]) ** -0.5)
 
 
 def unsupported(origin: str, name: str) -> ModelError:
@@ -161,7 +196,7 @@ def unsupported(origin: str, name: str) -> ModelError:
     )
 
 
-def token_ids(value: object, origin: str, name: str) -> tuple[int, ...]:
+def token_ids(value: object, origin: str, name: str, vocab_size: int) -> tuple[int, ...]:
     """A token id, a list of them or nothing, as a tuple without repeats."""
     found: Iterable[object] = value if isinstance(value, list | tuple) else (value,)
     ids: dict[int, None] = {}
@@ -170,5 +205,7 @@ def token_ids(value: object, origin: str, name: str) -> tuple[int, ...]:
             continue
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise ModelError(f"{origin}: {name}={value!r}: want a token id or a list of them")
+        if token >= vocab_size:
+            raise ModelError(f"{origin}: {name}={value!r}: want less than vocab_size={vocab_size}")
         ids[token] = None
     return tuple(ids)

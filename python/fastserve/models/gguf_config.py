@@ -19,6 +19,7 @@ from fastserve.models.config import (
     checked_layers,
     token_ids,
     unsupported,
+    usual_scale,
 )
 from fastserve.models.gguf_file import GgufFile
 
@@ -37,7 +38,8 @@ def config_from_gguf(file: GgufFile) -> DecoderConfig:
     if num_experts:
         raise unsupported(origin, f"{arch} with {num_experts} experts")
 
-    num_layers = checked_layers(file.get(f"{arch}.block_count", int), origin)
+    key = f"{arch}.block_count"
+    num_layers = checked_layers(file.get(key, int), origin, key)
     hidden_size: int = file.get(f"{arch}.embedding_length", int)
     num_q_heads = _same_in_every_layer(file, f"{arch}.attention.head_count", None)
     head_dim: int = file.get(
@@ -48,10 +50,11 @@ def config_from_gguf(file: GgufFile) -> DecoderConfig:
     window = file.get(f"{arch}.attention.sliding_window", int, 0)
     scale = file.get(f"{arch}.attention.scale", float, 0.0)
     tensors = file.tensors
+    vocab_size = _vocab_size(file)
     return checked(
         DecoderConfig(
             family=arch,
-            vocab_size=_vocab_size(file),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_q_heads=num_q_heads,
@@ -66,12 +69,13 @@ def config_from_gguf(file: GgufFile) -> DecoderConfig:
             qk_norm="blk.0.attn_q_norm.weight" in tensors,
             windows=(window,) * num_layers,
             tied_embeddings="output.weight" not in tensors,
-            attention_scale=scale or head_dim**-0.5,
+            attention_scale=scale or usual_scale(head_dim),
             max_positions=file.get(f"{arch}.context_length", int),
             eos_token_ids=token_ids(
                 [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")],
                 origin,
                 "tokenizer.ggml.eos_token_id",
+                vocab_size,
             ),
             bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         ),

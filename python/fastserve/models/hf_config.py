@@ -8,6 +8,7 @@ ignored. Where a field is missing, transformers' default for the class holds.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from fastserve.models.config import (
     checked_layers,
     token_ids,
     unsupported,
+    usual_scale,
 )
 
 _CLASSES: Final = {
@@ -27,6 +29,19 @@ _CLASSES: Final = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+}
+
+
+# The record's names, where a config.json has others.
+_KEYS: Final = {
+    "num_layers": "num_hidden_layers",
+    "num_q_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "windows": "sliding_window",
+    "theta": "rope_theta",
+    "original_max_positions": "original_max_position_embeddings",
 }
 
 
@@ -40,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: want a JSON object, found {type(value).__name__}")
@@ -56,7 +71,9 @@ def config_from_folder(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     fields = _Fields(read_json(path), str(path))
     family = _family(fields)
-    num_layers = checked_layers(fields.integer("num_hidden_layers"), str(path))
+    key = "num_hidden_layers"
+    num_layers = checked_layers(fields.integer(key), str(path), key)
+    vocab_size = fields.integer("vocab_size")
     num_q_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", hidden_size // max(num_q_heads, 1))
@@ -64,7 +81,7 @@ def config_from_folder(folder: Path) -> DecoderConfig:
     return checked(
         DecoderConfig(
             family=family,
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_q_heads=num_q_heads,
@@ -79,12 +96,13 @@ def config_from_folder(folder: Path) -> DecoderConfig:
             qk_norm=family == "qwen3",
             windows=_windows(fields, family, num_layers),
             tied_embeddings=fields.flag("tie_word_embeddings"),
-            attention_scale=head_dim**-0.5,
+            attention_scale=usual_scale(head_dim),
             max_positions=fields.integer("max_position_embeddings"),
-            eos_token_ids=_eos_token_ids(folder, fields),
+            eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
             bos_token_id=fields.optional("bos_token_id", int),
         ),
         str(path),
+        _KEYS,
     )
 
 
@@ -112,7 +130,10 @@ class _Fields:
 
     def number(self, name: str, default: float) -> float:
         value: float | None = self.optional(name, int, float)
-        return default if value is None else float(value)
+        try:
+            return default if value is None else float(value)
+        except OverflowError:
+            return math.inf
 
     def flag(self, name: str) -> bool:
         value = self.values.get(name)
@@ -122,8 +143,12 @@ class _Fields:
 
 
 def _family(fields: _Fields) -> str:
-    names = fields.values.get("architectures") or [fields.values.get("model_type", "(unnamed)")]
-    name = str(names[0])
+    names = fields.values.get("architectures")
+    if not names:
+        names = [fields.optional("model_type", str) or "(unnamed)"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ModelError(f"{fields.origin}: architectures={names!r}: want a list of class names")
+    name = names[0]
     family = _CLASSES.get(name) or (name if name in _CLASSES.values() else None)
     if family is None:
         raise unsupported(fields.origin, name)
@@ -198,11 +223,13 @@ def _windows(fields: _Fields, family: str, num_layers: int) -> tuple[int, ...]:
     return tuple(known[name] for name in types)
 
 
-def _eos_token_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, fields: _Fields, vocab_size: int) -> tuple[int, ...]:
     """``generation_config.json`` decides, as it does in transformers; else ``config.json``."""
     path = folder / "generation_config.json"
     if path.exists():
-        ids = token_ids(read_json(path).get("eos_token_id"), str(path), "eos_token_id")
+        given = read_json(path).get("eos_token_id")
+        ids = token_ids(given, str(path), "eos_token_id", vocab_size)
         if ids:
             return ids
-    return token_ids(fields.values.get("eos_token_id"), fields.origin, "eos_token_id")
+    given = fields.values.get("eos_token_id")
+    return token_ids(given, fields.origin, "eos_token_id", vocab_size)
