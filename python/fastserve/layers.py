@@ -20,7 +20,7 @@ from fastserve.models.packed import PackedMatrix
 
 Indices: TypeAlias = NDArray[np.int32]
 Array: TypeAlias = Any
-"""A tensor, or what the back end's ``as_array`` made of one to save doing so every step."""
+"""A tensor, or what the back end's ``prepare`` made of one to save doing so every step."""
 
 
 class Kernels(Protocol):
@@ -28,21 +28,24 @@ class Kernels(Protocol):
 
     def rms_norm(
         self,
-        x: Tensor,
+        x: Array,
         weight: Array,
         eps: float,
         *,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        residual: Array | None = None,
+        out: Array,
+    ) -> Array:
         """Norm of ``x``, or of ``residual`` after ``residual += x``."""
 
-    def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def silu_mul(self, gate_up: Array, *, out: Array) -> Array:
         """``silu(gate) * up``."""
 
+    def prepare(self, tensor: Tensor) -> Array:
+        """The tensor's memory in the form that costs least to pass on; to be cut like a tensor."""
+
     def linear(
-        self, x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None, out: Tensor
-    ) -> Tensor:
+        self, x: Array, weight: Tensor | PackedMatrix, bias: Array | None, out: Array
+    ) -> Array:
         """``x @ weight.T + bias`` into ``out``."""
 
     def embed(self, token_ids: Tensor, weight: Tensor | PackedMatrix, out: Tensor) -> None:
@@ -50,9 +53,9 @@ class Kernels(Protocol):
 
     def rope_and_write_kv(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: Array,
+        k: Array,
+        v: Array,
         positions: Indices,
         slot_mapping: Indices,
         cos_sin: Array,
@@ -66,7 +69,7 @@ class Kernels(Protocol):
 
     def paged_attention(
         self,
-        q: Tensor,
+        q: Array,
         kv_layer: Array,
         block_tables: Indices,
         row_slots: Indices,
@@ -76,8 +79,8 @@ class Kernels(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        out: Array,
+    ) -> Array:
         """Causal attention over block tables."""
 
 

@@ -76,6 +76,10 @@ class CpuKernels:
         self._pool.rms_norm(as_array(x), as_array(weight), eps, as_array(out), carried)
         return out
 
+    def prepare(self, tensor: torch.Tensor) -> Array:
+        """The tensor's memory as a numpy array, to make once and pass on often."""
+        return as_array(tensor)
+
     def linear(
         self,
         x: torch.Tensor,
