@@ -55,8 +55,9 @@ def mutate(
     """Mutants of one package against the tests of some. Returns their names by outcome."""
     command = ["cargo", "mutants", "--output", str(OUTPUT), "--no-times", "--colors", "never"]
     command += ["--package", package, "--cap-lints", "true"]
-    # Shards go through all files, rather than a file at a time.
-    command += ["--sharding", "round-robin", "--test-package", tests, *arguments]
+    if "--shard" in arguments:  # Through all files, rather than a file at a time.
+        command += ["--sharding", "round-robin"]
+    command += ["--test-package", tests, *arguments]
     # Documentation examples take as long to link as all other tests together.
     command += ["--", "--lib", "--tests"]
     print(f"{package}, by the tests of {tests}", flush=True)
