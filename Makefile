@@ -32,7 +32,9 @@ help: ## List the targets
 
 .PHONY: demo
 demo: setup ## Set up, then watch a real model answer in the terminal
+	@echo "> $(PROMPT)"
 	@$(VENV)/bin/fastserve generate smollm2 "$(PROMPT)" --max-tokens 96
+	@echo "Next: source $(VENV)/bin/activate, then fastserve chat smollm2"
 
 .PHONY: setup
 setup: $(INSTALLED) $(EXTENSION) ## Make .venv with all that the other targets need

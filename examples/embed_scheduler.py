@@ -12,6 +12,8 @@ Run it with ``python examples/embed_scheduler.py``.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -126,4 +128,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # Whoever read the output went away: `| head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

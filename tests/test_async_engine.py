@@ -97,6 +97,48 @@ def test_outputs_are_cumulative_and_end_finished(make_engine: MakeEngine) -> Non
     assert outputs[0].prompt == "hello"
 
 
+def test_chat_answers_a_conversation(make_engine: MakeEngine) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+
+    async def main() -> list[RequestOutput]:
+        async with make_engine() as engine:
+            messages = [{"role": "user", "content": parts}]
+            return [output async for output in engine.chat(messages, GREEDY, "mine")]
+
+    outputs = asyncio.run(main())
+    assert outputs[-1].outputs[0].text == answer_text("user:hi;assistant:")
+    assert outputs[-1].request_id == "mine"
+
+
+def test_leaving_a_chat_aborts_it(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        async with make_engine() as engine:
+            async with aclosing(engine.chat([{"role": "user", "content": "hi"}], LONG)) as outputs:
+                await anext(outputs)
+            await collect(engine, "hello")
+            assert engine.stats()["num_finished_abort"] == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        (["hi", "ho"], GREEDY, "prompt is a list of str; want one prompt: make one request"),
+        ("hi", {"max_tokens": 2}, r"sampling_params is a dict; want SamplingParams\(\*\*it\)"),
+    ],
+)
+def test_plausible_mistakes(
+    make_engine: MakeEngine, prompt: object, params: object, message: str
+) -> None:
+    async def main() -> None:
+        async with make_engine() as engine:
+            with pytest.raises(TypeError, match=message):
+                await anext(engine.generate(prompt, params))
+
+    asyncio.run(main())
+
+
 def test_many_at_once(make_engine: MakeEngine) -> None:
     prompts = [f"prompt {number}" for number in range(30)]
 

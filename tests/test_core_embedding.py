@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import pickle
 import re
 import runpy
@@ -266,6 +267,18 @@ def test_the_scheduler_needs_no_torch():
         "import sys; sys.modules['torch'] = None; from fastserve.core import *; Core(num_blocks=1)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_example_ends_quietly_when_nobody_reads(repository: Path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    example = repository / "examples" / "embed_scheduler.py"
+    environment = os.environ | {"PYTHONPATH": f"{repository}/python"}
+    done = subprocess.run(
+        [sys.executable, example], stdout=write_end, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_the_example_serves_its_prompts(repository: Path, capsys):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from fastserve.extras import EXTRAS
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "python" / "fastserve"
 
@@ -226,6 +228,11 @@ def test_requirements_are_those_of_the_extras() -> None:
     wanted = [*project["dependencies"], *extras["torch"], *extras["server"], *extras["dev"]]
     listed = {normalised(line) for line in requirement_lines("dev.txt")}
     assert listed == {normalised(line) for line in wanted}
+
+
+def test_messages_name_the_packages_of_the_extras() -> None:
+    extras = manifest(REPOSITORY / "pyproject.toml")["project"]["optional-dependencies"]
+    assert {name: tuple(extras[name]) for name in EXTRAS} == EXTRAS
 
 
 def test_every_requirement_is_pinned() -> None:

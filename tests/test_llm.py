@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -19,6 +23,7 @@ from fastserve.errors import ConfigError, EngineDeadError, KernelError, ModelErr
 from fastserve.llm import LLM
 from fastserve.progress import loading
 from fastserve.sampling_params import SamplingParams
+from fastserve.text.chat_template import ChatTemplateError
 from toy_runner import EOS, ToyRunner, ToyTokenizer, toy_answer
 
 __all__ = ["toy_engine"]
@@ -90,7 +95,8 @@ def test_no_prompts_no_answers(make_llm: MakeLLM) -> None:
     [
         (7, "prompts is a int; want text, token ids, a dict with"),
         (b"x", "prompts is a bytes; want text"),
-        ([["a"]], "prompt has 'a' among its token ids; want integers"),
+        ([["a"]], "prompt is a list of str; want one prompt: make one request for each"),
+        ([[1, "a"]], "prompt has 'a' among its token ids; want integers"),
         ([[1, 2.5]], r"prompt has 2\.5 among its token ids; want integers"),
         ([None], "prompt is a NoneType; want text, token ids"),
         ({}, "a prompt's dict has neither; want one of 'prompt' and 'prompt_token_ids'"),
@@ -144,6 +150,66 @@ def test_chat(make_llm: MakeLLM) -> None:
     ]
     (bare,) = llm.chat(messages, GREEDY, add_generation_prompt=False)
     assert bare.outputs[0].text == answer_text("user:hi;")
+
+
+def test_chat_takes_text_parts(make_llm: MakeLLM) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    (output,) = make_llm().chat([{"role": "user", "content": parts}], GREEDY)
+    assert output.outputs[0].text == answer_text("user:hi;assistant:")
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "message"),
+    [
+        (
+            "hello",
+            TypeError,
+            'messages is a str; want a list: [{"role": "user", "content": "..."}]',
+        ),
+        ({"role": "user", "content": "x"}, TypeError, "messages is a dict; want a list: "),
+        (["hello"], TypeError, 'messages[0] is a str; want {"role": "user", "content": "..."}'),
+        ([["hello"]], TypeError, "messages[0][0] is a str; want"),
+        ([{"content": "x"}], ChatTemplateError, "messages[0] has no role; want"),
+        ([{"role": "user"}], ChatTemplateError, "messages[0] has no content; want"),
+        ([[], [{"role": "user"}]], ChatTemplateError, "messages[1][0] has no content; want"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            ChatTemplateError,
+            'messages[0].content[0] is \'image_url\'; want {"type": "text",',
+        ),
+        (
+            [{"role": "user", "content": ["x"]}],
+            ChatTemplateError,
+            "messages[0].content[0] is 'str'; want",
+        ),
+    ],
+)
+def test_what_no_conversation_can_be(
+    make_llm: MakeLLM, messages: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        make_llm().chat(messages)
+
+
+def test_sampling_params_have_their_own_type(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    for given in ({"max_tokens": 2}, [{"max_tokens": 2}]):
+        with pytest.raises(
+            TypeError, match=r"sampling_params is a dict; want SamplingParams\(\*\*"
+        ):
+            llm.generate("hi", given)
+    with pytest.raises(TypeError, match=r"sampling_params is a int; want SamplingParams\(\.\.\.\)"):
+        list(llm.stream("hi", 5))
+
+
+def test_vllm_names(make_llm: MakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = make_llm()
+    assert llm.get_tokenizer() is llm.tokenizer
+    llm.generate("hi", GREEDY, use_tqdm=False)
+    llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=True)
+    assert "Generating" in capsys.readouterr().err
 
 
 def test_chat_needs_a_tokenizer(toy_engine: ToyEngines) -> None:
@@ -254,6 +320,55 @@ def test_a_stream_that_ended_meanwhile(make_llm: MakeLLM) -> None:
     llm.generate("one", GREEDY)
     (last,) = list(stream)
     assert last.outputs[0].text == answer_text("stream", 3)
+
+
+InNewThread = Callable[[Callable[[], Any]], Any]
+
+
+@pytest.fixture
+def in_new_thread() -> Iterator[InNewThread]:
+    """Calls something in a thread of its own. All stay: a new thread may get an ended one's id."""
+    with ExitStack() as threads:
+
+        def call(work: Callable[[], Any]) -> Any:
+            thread = threads.enter_context(ThreadPoolExecutor(max_workers=1))
+            return thread.submit(work).result(timeout=60)
+
+        yield call
+
+
+def test_a_stream_goes_from_thread_to_thread(make_llm: MakeLLM, in_new_thread: InNewThread) -> None:
+    """As web frameworks drive an iterator: every step on whichever worker is free."""
+    llm = make_llm()
+    stream = llm.stream("stream", GREEDY)
+    outputs = [in_new_thread(lambda: next(stream)) for _ in range(3)]
+    assert in_new_thread(lambda: llm.generate("one", GREEDY))[0].outputs[0].text == answer_text(
+        "one"
+    )
+    outputs += in_new_thread(lambda: list(stream))
+    assert outputs[-1].outputs[0].text == answer_text("stream")
+
+
+def test_a_stream_may_be_closed_in_another_thread(
+    make_llm: MakeLLM, in_new_thread: InNewThread
+) -> None:
+    llm = make_llm()
+    stream = llm.stream("stream", SamplingParams(max_tokens=200, ignore_eos=True))
+    in_new_thread(lambda: next(stream))
+    stream.close()
+    assert llm.stats()["num_finished_abort"] == 1
+    assert_conserved(llm.engine)
+    assert in_new_thread(lambda: llm.generate("one", GREEDY))[0].outputs[0].text == answer_text(
+        "one"
+    )
+    in_new_thread(llm.shutdown)
+
+
+def test_streams_in_several_threads_at_once(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    with ThreadPoolExecutor(max_workers=len(TEXTS)) as threads:
+        last = threads.map(lambda text: list(llm.stream(text, GREEDY))[-1], TEXTS)
+        assert [output.outputs[0].text for output in last] == list(map(answer_text, TEXTS))
 
 
 # Ctrl-C
@@ -384,6 +499,18 @@ def test_an_unknown_option_names_the_nearest() -> None:
         LLM("smollm2", gpu=True)
 
 
+def test_vllms_options_that_are_not_here_are_explained() -> None:
+    for name, reason in (
+        ("gpu_memory_utilization", "it runs on the CPU; num_blocks sizes the KV cache"),
+        ("quantization", "the weights stay in the file's format; choose a quantised .gguf file"),
+        ("best_of", "not supported yet"),
+    ):
+        with pytest.raises(TypeError, match=f"LLM has no keyword '{name}': {reason}"):
+            LLM("smollm2", **{name: None})
+    with pytest.raises(TypeError, match="no keyword 'best_of': not supported yet"):
+        SamplingParams(best_of=2)
+
+
 def test_all_bad_options_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
         LLM("smollm2", block_size=7, max_num_seqs=0, max_chunk_tokens=-1, dtype="int3", seed=-1)
@@ -426,8 +553,7 @@ def test_without_torch_one_line_says_what_to_install(repository: object) -> None
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
     )
     assert result.stdout.splitlines() == [
-        f"{name} needs torch, which is not installed; "
-        "install it with: pip install 'fastserve-engine[torch]'"
+        f"{name} needs torch, which is not installed; install it with: pip install 'torch>=2.8'"
         for name in ("LLM", "AsyncEngine")
     ]
 

@@ -81,13 +81,31 @@ def test_a_folder_needs_a_model(tmp_path, folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["./nothing", "/no/such/model", "a/b/c", "x.gguf", "", "two words"]
+    "name", ["./nothing", "/no/such/model", "a/b/c", "x.gguf", "", "two words", "llama"]
 )
 def test_an_unknown_path_is_explained(name):
     assert error_of(name) == (
         f"model {name!r}: no such file or folder; want a folder with config.json and safetensors, "
         "a .gguf file, a hub id (owner/name) or 'smollm2'"
     )
+
+
+@pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm", "smollm-2"])
+def test_a_misspelt_name_is_corrected_and_the_hub_is_not_asked(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", _forbidden)
+    assert error_of(name) == f"model {name!r}: no such model; did you mean 'smollm2'?"
+
+
+def test_a_wrong_name_is_refused_before_torch_is_imported(repository):
+    script = (
+        "import sys\nfrom fastserve import LLM, ModelError\n"
+        "try: LLM('smolm2')\nexcept ModelError: print('torch' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{repository}/python"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout == "False\n"
 
 
 def hub_error(kind: type[Exception]) -> Exception:

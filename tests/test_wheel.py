@@ -183,14 +183,14 @@ def test_model_without_torch_says_what_to_install(installed: Installed) -> None:
     done = installed.python("from fastserve import LLM\nLLM('smollm2')")
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert f"pip install '{PROJECT['name']}[torch]'" in last
+    assert last.endswith("pip install 'torch>=2.8'")
 
 
 def test_command_without_torch_says_so_in_one_line(installed: Installed) -> None:
     done = installed.run("fastserve", "generate", "smollm2", "hello")
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
-    assert f"{PROJECT['name']}[torch]" in " ".join(done.stderr.split())
+    assert done.stderr.startswith("error: fastserve generate needs torch, which is not installed")
 
 
 def test_command_says_its_version(installed: Installed) -> None:

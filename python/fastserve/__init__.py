@@ -21,20 +21,31 @@ from fastserve._shadow import warn_of_other_distribution
 if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
     from fastserve.engine import Engine
-    from fastserve.errors import ConfigError, FastserveError, ModelError, RequestError
+    from fastserve.errors import (
+        ConfigError,
+        EngineDeadError,
+        FastserveError,
+        KernelError,
+        ModelError,
+        RequestError,
+    )
     from fastserve.llm import LLM
     from fastserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from fastserve.sampling_params import ParameterError, SamplingParams
+    from fastserve.text.chat_template import ChatTemplateError
 
 warn_of_other_distribution()
 
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "ChatTemplateError",
     "CompletionOutput",
     "ConfigError",
     "Engine",
+    "EngineDeadError",
     "FastserveError",
+    "KernelError",
     "Logprob",
     "ModelError",
     "ParameterError",
@@ -48,10 +59,13 @@ __all__ = [
 _HOME = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
+    "ChatTemplateError": "text.chat_template",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "Engine": "engine",
+    "EngineDeadError": "errors",
     "FastserveError": "errors",
+    "KernelError": "errors",
     "Logprob": "outputs",
     "ModelError": "errors",
     "ParameterError": "sampling_params",

@@ -44,4 +44,7 @@ def _remedy() -> str:
 
     sharing = packages_distributions().get("fastserve", [])
     ours = [name for name in sharing if name and name != "fastserve"] or ["this one"]
-    return f"`pip uninstall fastserve`, then `pip install --force-reinstall {ours[0]}`"
+    return (
+        f"`pip uninstall fastserve`, then install {ours[0]}'s wheel again with "
+        "`pip install --force-reinstall`"
+    )

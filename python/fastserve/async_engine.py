@@ -23,17 +23,20 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from fastserve.config import EngineConfig, EngineOptions
 from fastserve.errors import EngineDeadError
-from fastserve.extras import require_torch
+from fastserve.extras import require
+from fastserve.models.resolve import check_name
 from fastserve.progress import LoadingBar
 from fastserve.prompts import Prompt, tokenize
 from fastserve.sampling_params import SamplingParams
+from fastserve.text.chat_template import as_conversation, template_options
 
 if TYPE_CHECKING:
     from fastserve.active_request import ActiveRequest
@@ -72,7 +75,8 @@ class AsyncEngine:
         self, model: str | Path, *, progress: LoadingBar = None, **options: Unpack[EngineOptions]
     ) -> None:
         config = EngineConfig.from_keywords("AsyncEngine", dict(options))
-        require_torch("AsyncEngine")
+        check_name(model)
+        require("AsyncEngine", "torch")
         from fastserve.engine import Engine  # Late: it imports torch.
 
         self._start(Engine.load(model, config, progress=progress))
@@ -118,8 +122,8 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue `prompt`. Every output is cumulative: it says everything so far.
@@ -159,6 +163,51 @@ class AsyncEngine:
             if not request.finished:
                 self._engine.abort(request)
                 self._stepper.wake()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation by the model's chat template; otherwise as :meth:`generate`.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` each; the content is text, or a list of
+                OpenAI's text parts.
+            sampling_params: As for :meth:`generate`.
+            request_id: As for :meth:`generate`.
+            add_generation_prompt: End the prompt where the assistant's answer begins.
+            continue_final_message: The last message is the beginning of the answer.
+            tools: Described to the model, where its template can.
+            chat_template_kwargs: Further variables of the template.
+            priority: As for :meth:`generate`.
+
+        Yields:
+            What :meth:`generate` yields.
+
+        Raises:
+            ModelError: The model has no chat template.
+            ChatTemplateError: The messages are not to the template's liking; says why.
+            TypeError: Something else than messages was given.
+        """
+        options = template_options(
+            add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        )
+        # Off the event loop, because nobody knows how long they are before they are read.
+        prompt = await asyncio.to_thread(
+            self.tokenizer.apply_chat_template, as_conversation(messages), **options
+        )
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str) -> bool:
         """End a request with ``abort``. False: there is none of that name that has not finished."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastserve import _core, host
+from fastserve.extras import how_to_install, missing
 
 __all__ = ["Report", "Section", "examine"]
 
@@ -37,10 +38,7 @@ _INSTRUCTION_SETS = {
     "bf16": "BF16",
     "sve": "SVE",
 }
-_EXTRAS = {
-    "torch": (("torch",), "run models"),
-    "server": (("fastapi", "uvicorn"), "fastserve serve"),
-}
+_PURPOSES = {"torch": "to run models", "server": "for fastserve serve"}
 _LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn")
 
 
@@ -91,14 +89,9 @@ def _versions(problems: list[str]) -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     found = {name: _version(name) for name in _LIBRARIES}
     yield "libraries", ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    for extra, (names, purpose) in _EXTRAS.items():
-        missing = [name for name in names if _version(name) is None]
-        if not missing:
-            yield f"extra {extra}", "installed"
-            continue
-        remedy = f"pip install '{_core.DISTRIBUTION}[{extra}]'"
-        yield f"extra {extra}", f"not installed: no {', '.join(missing)}"
-        problems.append(f"the extra {extra} ({purpose}) is not installed; {remedy}")
+    for extra, purpose in _PURPOSES.items():
+        optional = f"optional, {purpose}: {how_to_install(extra)}"
+        yield f"extra {extra}", optional if missing(extra) else "installed"
 
 
 def _processor(problems: list[str]) -> Iterator[tuple[str, str]]:
@@ -155,13 +148,16 @@ def _formats(problems: list[str]) -> Iterator[tuple[str, str]]:
 
 def _models(problems: list[str]) -> Iterator[tuple[str, str]]:
     from fastserve.errors import ModelError
-    from fastserve.models.resolve import resolve
+    from fastserve.models.resolve import BUILT_IN, BUILT_IN_REMEDY, has_built_in, resolve
 
-    try:
-        yield "smollm2", str(resolve("smollm2").path)
-    except ModelError as error:
-        yield "smollm2", str(error).partition("; ")[0]
-        problems.append(str(error))
+    if not has_built_in():
+        yield BUILT_IN, f"optional, a model that needs no hub: {BUILT_IN_REMEDY}"
+    else:
+        try:
+            yield BUILT_IN, str(resolve(BUILT_IN).path)
+        except ModelError as error:
+            yield BUILT_IN, "broken"
+            problems.append(str(error))
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     yield "hub", "offline (HF_HUB_OFFLINE)" if offline else "asked for ids that are not cached"
 
@@ -169,7 +165,10 @@ def _models(problems: list[str]) -> Iterator[tuple[str, str]]:
 def _strangers() -> Iterator[str]:
     """Other packages called ``fastserve`` that may be taken for this one."""
     ours = Path(__file__).resolve().parent
-    remedy = f"pip uninstall fastserve, then pip install --force-reinstall {_core.DISTRIBUTION}"
+    remedy = (
+        f"pip uninstall fastserve, then install {_core.DISTRIBUTION}'s wheel again with "
+        "pip install --force-reinstall"
+    )
     for name in sorted(set(importlib.metadata.packages_distributions().get("fastserve", ()))):
         if name.lower().replace("_", "-") != _core.DISTRIBUTION:
             yield f"another project's distribution {name!r} has the same import name; {remedy}"

@@ -44,7 +44,7 @@ from fastserve.config import EngineConfig
 from fastserve.core import Core
 from fastserve.errors import FastserveError, KernelError, ModelError
 from fastserve.philox import derive_seed
-from fastserve.prompts import Prompt, tokenize
+from fastserve.prompts import Prompt, as_sampling_params, tokenize
 from fastserve.request_table import RequestTable
 from fastserve.sampler import ALL_MASKED, NOT_FINITE, Sampler, SampleResult
 from fastserve.sampling_params import ParameterError, SamplingParams
@@ -191,7 +191,7 @@ class Engine:
             EngineDeadError: The engine does not run any more.
         """
         self.check_alive()
-        params = params or SamplingParams()
+        params = as_sampling_params(params)
         tokenized = tokenize(prompt, self.tokenizer)
         self._check_params(params)
         number = next(self._numbers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +22,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
 
 from fastserve.config import EngineConfig, EngineOptions
 from fastserve.errors import EngineDeadError, RequestError
-from fastserve.extras import require_torch
+from fastserve.extras import require
 from fastserve.interrupts import deferred_interrupts
+from fastserve.models.resolve import check_name
 from fastserve.progress import LoadingBar, generating
 from fastserve.prompts import Prompt, Prompts, as_list
 from fastserve.sampling_params import SamplingParams
+from fastserve.text.chat_template import as_conversation, template_options
 
 if TYPE_CHECKING:
     from fastserve.active_request import ActiveRequest
@@ -44,7 +47,7 @@ class _Job:
     """One prompt of a batch."""
 
     prompt: Prompt
-    params: SamplingParams
+    params: SamplingParams | None
     priority: int
 
 
@@ -71,7 +74,8 @@ class LLM:
         self, model: str | Path, *, progress: LoadingBar = None, **options: Unpack[EngineOptions]
     ) -> None:
         config = EngineConfig.from_keywords("LLM", dict(options))
-        require_torch("LLM")
+        check_name(model)
+        require("LLM", "torch")
         from fastserve.engine import Engine  # Late: it imports torch.
 
         self._set_up(Engine.load(model, config, progress=progress))
@@ -101,6 +105,10 @@ class LLM:
         """
         return self._engine.require_tokenizer()
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return :attr:`tokenizer`; vLLM's name for it."""
+        return self.tokenizer
+
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and output, in force."""
@@ -113,6 +121,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
@@ -123,6 +132,7 @@ class LLM:
             priority: Under the ``priority`` policy lower numbers run first; one for each, or for
                 all.
             progress: Show a bar; by default where stderr is a terminal.
+            use_tqdm: vLLM's name for `progress`.
 
         Returns:
             One output a prompt, in order.
@@ -133,14 +143,14 @@ class LLM:
             KeyboardInterrupt: Ctrl-C, within a step. The batch is aborted; the engine is usable.
         """
         given = as_list(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(given))
+        params = _one_each("sampling_params", sampling_params, len(given))
         priorities = _one_each("priority", priority, len(given))
         jobs = [_Job(*job) for job in zip(given, params, priorities, strict=True)]
         num_tokens = num_finished = 0
         with (
             self._stepping,
-            generating(len(jobs), progress) as advance,
-            _Batch(self._engine, jobs) as batch,
+            generating(len(jobs), use_tqdm if progress is None else progress) as advance,
+            _Batch(self._engine, jobs, self._stepping) as batch,
         ):
             while not batch.finished:
                 for request in batch.step():
@@ -155,18 +165,22 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Continue one prompt, and give its output so far after every step that had news of it.
 
-        Closing the iterator aborts the request. Raises what :meth:`generate` raises.
+        Closing the iterator aborts the request. Each output may be asked for in another thread, as
+        web frameworks do with an iterator that they are given. Raises what :meth:`generate` raises.
         """
-        job = _Job(prompt, sampling_params or SamplingParams(), priority)
-        with self._stepping, _Batch(self._engine, [job]) as batch:
+        job = _Job(prompt, sampling_params, priority)
+        with _Batch(self._engine, [job], self._stepping) as batch:
             (request,) = batch.requests
-            is_complete = False
-            while not is_complete:
-                # It may have been finished by another batch, generated between two outputs.
-                has_news = batch.finished or request in batch.step()
-                if has_news:
-                    is_complete = request.finished
-                    yield request.output()
+            output: RequestOutput | None = None
+            while output is None or not output.finished:
+                # Never held across the yield: who goes on from there may be another thread.
+                with self._stepping:
+                    # It may have been finished by another batch, generated between two outputs.
+                    has_news = batch.finished or request in batch.step()
+                    if has_news:
+                        output = request.output()
+                if has_news and output is not None:
+                    yield output
 
     def chat(
         self,
@@ -179,11 +193,13 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them, by the model's chat template.
 
         Args:
-            messages: ``{"role": ..., "content": ...}`` each.
+            messages: ``{"role": ..., "content": ...}`` each; the content is text, or a list of
+                OpenAI's text parts.
             sampling_params: As for :meth:`generate`.
             add_generation_prompt: End the prompt where the assistant's answer begins.
             continue_final_message: The last message is the beginning of the answer.
@@ -191,23 +207,24 @@ class LLM:
             chat_template_kwargs: Further variables of the template.
             priority: As for :meth:`generate`.
             progress: As for :meth:`generate`.
+            use_tqdm: vLLM's name for `progress`.
 
         Raises:
             ModelError: The model has no chat template.
+            ChatTemplateError: The messages are not to the template's liking; says why.
+            TypeError: Something else than messages was given.
         """
         tokenizer = self._engine.require_tokenizer()
-        is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if is_single else messages
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            **({} if tools is None else {"tools": tools}),
-            **(chat_template_kwargs or {}),
-        }
+        options = template_options(
+            add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        )
         prompts: list[Prompt] = [
-            tokenizer.apply_chat_template(conversation, **options) for conversation in conversations
+            tokenizer.apply_chat_template(conversation, **options)
+            for conversation in _conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, priority=priority, progress=progress)
+        return self.generate(
+            prompts, sampling_params, priority=priority, progress=progress, use_tqdm=use_tqdm
+        )
 
     def stats(self) -> dict[str, int]:
         """Counters since the start and gauges of now, by name.
@@ -243,16 +260,20 @@ class _Batch:
     """Some jobs, from the first submitted to the last settled.
 
     On the way out all its blocks are back, whatever happened; what has not finished is aborted.
+    Both ends take the lock `stepping`; for :meth:`step` the caller holds it.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[_Job]) -> None:
+    def __init__(
+        self, engine: Engine, jobs: Sequence[_Job], stepping: AbstractContextManager[object]
+    ) -> None:
         self.requests: list[ActiveRequest] = []
         self._engine = engine
         self._waiting = deque(jobs)
+        self._stepping = stepping
 
     def __enter__(self) -> Self:
         try:
-            with deferred_interrupts():
+            with self._stepping, deferred_interrupts():
                 self._submit()
         except BaseException:
             self._end()
@@ -288,7 +309,7 @@ class _Batch:
 
         Where nobody else has requests, also until no step is in flight: it would hold blocks.
         """
-        with deferred_interrupts():
+        with self._stepping, deferred_interrupts():
             self._waiting.clear()
             for request in self.requests:
                 if not request.finished:
@@ -310,6 +331,18 @@ class _Batch:
                 raise
             self.requests.append(request)
             self._waiting.popleft()
+
+
+def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or many, as many."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    first = messages[0] if is_list and len(messages) > 0 else None
+    if is_list and (first is None or isinstance(first, list | tuple)):
+        return [
+            as_conversation(conversation, f"messages[{index}]")
+            for index, conversation in enumerate(messages)
+        ]
+    return [as_conversation(messages)]
 
 
 def _one_each(name: str, value: Any, num: int) -> list[Any]:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastserve.keywords import unknown_keyword
-from fastserve.sampling_params import ParameterError
+from fastserve.sampling_params import ParameterError, SamplingParams
 
-__all__ = ["Prompt", "Prompts", "TokenizedPrompt", "as_list", "tokenize"]
+__all__ = ["Prompt", "Prompts", "TokenizedPrompt", "as_list", "as_sampling_params", "tokenize"]
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -65,6 +65,21 @@ def as_list(prompts: Prompts) -> list[Prompt]:
     return list(given)
 
 
+def as_sampling_params(given: SamplingParams | None) -> SamplingParams:
+    """What was given, or every default.
+
+    Raises:
+        TypeError: It is something else, such as a dict.
+    """
+    if given is None:
+        return SamplingParams()
+    value: Any = given
+    if not isinstance(value, SamplingParams):
+        remedy = "SamplingParams(**it)" if isinstance(value, Mapping) else "SamplingParams(...)"
+        raise TypeError(f"sampling_params is a {type(value).__name__}; want {remedy}")
+    return value
+
+
 def tokenize(prompt: Prompt, tokenizer: Encoder | None) -> TokenizedPrompt:
     """Turn a prompt into tokens, unless that was done.
 
@@ -90,6 +105,11 @@ def _token_ids(prompt: Any) -> list[int]:
         raise TypeError(
             f"prompt is a {type(prompt).__name__}; want text, token ids, or a dict with "
             "'prompt' or 'prompt_token_ids'"
+        )
+    if len(prompt) > 0 and isinstance(prompt[0], str | Mapping | Sequence):
+        raise TypeError(
+            f"prompt is a list of {type(prompt[0]).__name__}; want one prompt: make one request "
+            "for each, or give the list to LLM.generate"
         )
     for token in prompt:
         if not isinstance(token, int | np.integer) or isinstance(token, bool):

@@ -19,7 +19,7 @@ from fastserve.cli.console import CommandFailed, one_line_errors, print_error, p
 from fastserve.cli.flags import takes
 from fastserve.cli.generate import NOT_ENGINE_HERE, NOT_SAMPLING_HERE
 from fastserve.cli.options import LogLevelOption, ModelArgument, set_log_level
-from fastserve.cli.session import loaded, prompt_of, stream, summary, tokenizer_of
+from fastserve.cli.session import check_needs, loaded, prompt_of, stream, summary, tokenizer_of
 from fastserve.cli.typewriter import Typewriter
 from fastserve.config import EngineConfig
 from fastserve.errors import FastserveError, ModelError
@@ -61,6 +61,7 @@ def chat(
     set_log_level(log_level)
     with one_line_errors():
         params = SamplingParams(**sampling)
+        check_needs("fastserve chat", model)
         with loaded(model, engine) as running, asyncio.Runner() as runner:
             if not tokenizer_of(running).has_chat_template:
                 raise ModelError(f"{model} has no chat template; use `fastserve generate`")

@@ -14,6 +14,7 @@ from fastserve.cli.generate import generate
 from fastserve.cli.help import Command, Group
 from fastserve.cli.options import LogLevelOption
 from fastserve.cli.serve import serve
+from fastserve.keywords import why_not_here
 from fastserve.log import LogLevel, configure
 
 __all__ = ["app", "run"]
@@ -28,7 +29,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # The Python names of the flags are taken too: --max_tokens.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
 )
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
@@ -62,11 +67,25 @@ def start(
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    elif arguments == ["version"]:
+        arguments = ["--version"]
     try:
         return app(arguments or ["--help"], prog_name="fastserve", standalone_mode=False) or 0
     except _ParserError as error:
         # One line instead of typer's box.
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "fastserve"
-        print_error(f"{error.format_message().rstrip('.')}; see {command} --help")
+        print_error(f"{_message(error, command)}; see {command} --help")
         return BAD_INPUT
+
+
+def _message(error: typer.BadParameter, command: str) -> str:
+    """What the parser says, or better: why a flag that people know from elsewhere is not here."""
+    name = getattr(error, "option_name", "")
+    if name == "--model":
+        return f"--model: MODEL is the first argument, {command} MODEL"
+    if reason := why_not_here(name.removeprefix("--").replace("-", "_")):
+        return f"no flag {name}: {reason}"
+    return error.format_message().rstrip(".").replace(": Value error, ", ": ")

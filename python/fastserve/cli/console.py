@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fastserve.errors import FastserveError
+from fastserve.errors import ConfigError, FastserveError
+from fastserve.sampling_params import ParameterError
 
 __all__ = [
     "CommandError",
@@ -56,6 +58,12 @@ def reader_gone() -> int:
     return READER_GONE
 
 
+def _as_flag(problem: str) -> str:
+    """``block_size=7: want …`` in the words of who typed ``--block-size 7``."""
+    match = re.fullmatch(r"(\w+)=(.*?): (.*)", problem)
+    return f"--{match[1].replace('_', '-')} {match[2]}: {match[3]}" if match else problem
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn what a user can mend into one line and an exit code. A bug keeps its traceback."""
@@ -69,6 +77,9 @@ def one_line_errors() -> Iterator[None]:
     except CommandFailed as error:
         print_error(str(error))
         raise typer.Exit(FAILED) from None
+    except (ConfigError, ParameterError) as error:
+        print_error("; ".join(map(_as_flag, error.problems)))
+        raise typer.Exit(BAD_INPUT) from None
     except FastserveError as error:
         # A caller's mistake, or a failure at run time.
         print_error(str(error))

@@ -89,7 +89,8 @@ def _flag(name: str, hint: Any, default: Any, text: str, panel: str) -> inspect.
     names = [f"{spelled}/--no-{spelled[2:]}"] if kind is bool else [spelled]
     if get_origin(_non_optional(kind)) is list:
         text += " May be given several times."
-    option = typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+    parser = _optional_number(kind) if NoneType in _union(kind) else None
+    option = typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, parser=parser)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -118,6 +119,24 @@ def _on_the_command_line(hint: Any) -> tuple[Any, str | None]:
             return list[item] | None, _metavar(item)  # type: ignore[valid-type]
     (kind,) = members
     return (kind | None if NoneType in _union(hint) else kind), _metavar(kind)
+
+
+def _optional_number(kind: Any) -> Callable[[Any], float | None] | None:
+    """Reads a number, or ``none``: what the help calls None can be typed."""
+    number = _non_optional(kind)
+    if number not in (int, float):
+        return None
+
+    def read(text: Any) -> float | None:
+        if str(text).lower() == "none":
+            return None
+        try:
+            return number(text)  # type: ignore[no-any-return]
+        except ValueError:
+            want = "a whole number" if number is int else "a number"
+            raise typer.BadParameter(f"{text!r}: want {want}, or none") from None
+
+    return read
 
 
 def _metavar(kind: Any) -> str | None:

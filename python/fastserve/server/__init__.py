@@ -9,11 +9,11 @@ try:
     import fastapi as _fastapi
     import uvicorn as _uvicorn
 except ImportError as error:
-    from fastserve._core import DISTRIBUTION
+    from fastserve.extras import how_to_install
 
     raise ImportError(
         f"the server needs {error.name}, which is not installed; "
-        f"`pip install '{DISTRIBUTION}[server]'`"
+        f"install it with: {how_to_install('server')}"
     ) from error
 
 from fastserve.server.app import create_app

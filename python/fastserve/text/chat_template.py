@@ -27,6 +27,62 @@ class ChatTemplateError(FastserveError, ValueError):
     """Messages that the model's chat template does not take."""
 
 
+def as_conversation(messages: object, where: str = "messages") -> list[dict[str, Any]]:
+    """Messages as templates take them: with a role, and with text for OpenAI's text parts.
+
+    Raises:
+        TypeError: It is no list.
+        ChatTemplateError: A message lacks its role or content, or has other parts than text.
+    """
+    want = '[{"role": "user", "content": "..."}]'
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise TypeError(f"{where} is a {type(messages).__name__}; want a list: {want}")
+    chat = []
+    for index, message in enumerate(messages):
+        place = f"{where}[{index}]"
+        if not isinstance(message, Mapping):
+            raise TypeError(f"{place} is a {type(message).__name__}; want {want[1:-1]}")
+        if not isinstance(message.get("role"), str):
+            raise ChatTemplateError(f"{place} has no role; want {want[1:-1]}")
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise ChatTemplateError(f"{place} has no content; want {want[1:-1]}")
+        if isinstance(content, list | tuple):
+            content = _joined(content, f"{place}.content")
+        chat.append(dict(message) | ({} if content is None else {"content": content}))
+    return chat
+
+
+def template_options(
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The front ends' arguments as keywords of :meth:`ChatTemplate.render`."""
+    return {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        **({} if tools is None else {"tools": tools}),
+        **(chat_template_kwargs or {}),
+    }
+
+
+def _joined(parts: Sequence[Any], where: str) -> str:
+    """The text of OpenAI's content parts."""
+    texts = []
+    for index, part in enumerate(parts):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            got = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ChatTemplateError(
+                f'{where}[{index}] is {got!r}; want {{"type": "text", "text": "..."}}: '
+                "nothing else is supported"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
 class ChatTemplate:
     """A compiled template.
 

@@ -1,6 +1,7 @@
 //! `fastserve-sim`: run seeds, say what happened, exit with 1 if a contract was broken.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command line prints")]
 
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use fastserve_sim::check::Counters;
@@ -72,31 +73,44 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    match run_all(&options, &mut io::stdout().lock()) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(num_failures) => {
+            eprintln!("{num_failures} runs broke a contract");
+            ExitCode::FAILURE
+        }
+        // Whoever read the output went away (`| head`): no panic, and the code a shell expects.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => ExitCode::from(141),
+        Err(error) => {
+            eprintln!("cannot print: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Run every seed. Returns how many runs broke a contract.
+fn run_all(options: &Options, out: &mut impl Write) -> io::Result<u64> {
     let mut num_failures = 0;
     for &steps in &options.steps_in_flight {
         let mut total = Total::default();
         for seed in options.seeds.clone() {
             let run = run(&scenario(seed, steps));
             if options.trace {
-                println!("{}", run.trace.tail(usize::MAX));
+                writeln!(out, "{}", run.trace.tail(usize::MAX))?;
             }
             match run.outcome {
                 Ok(summary) => total.add(&summary),
                 Err(failure) => {
                     num_failures += 1;
-                    println!("{failure}\n");
+                    writeln!(out, "{failure}\n")?;
                 }
             }
         }
         if !options.quiet {
-            println!("{steps} in flight: {total}");
+            writeln!(out, "{steps} in flight: {total}")?;
         }
     }
-    if num_failures > 0 {
-        eprintln!("{num_failures} runs broke a contract");
-        return ExitCode::FAILURE;
-    }
-    ExitCode::SUCCESS
+    Ok(num_failures)
 }
 
 /// What all runs did together.
@@ -124,7 +138,7 @@ impl std::fmt::Display for Total {
         write!(
             f,
             "{num_runs} seeds passed; {num_requests} requests, {num_seqs} sequences \
-             ({stop} stop, {length} length, {abort} abort, {error} error)\n  \
+             ({stop} stop, {length} length, {abort} abort, {error} error by injected faults)\n  \
              {} steps, {} failed; {} tokens, {} recomputed, {} of {} looked up were cached\n  \
              {} preemptions, {} rollbacks, {} forks, {} blocks copied, {} offloaded, {} fetched",
             sum.num_steps,
