@@ -7,6 +7,7 @@ wheel and installs it into an empty environment.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fastserve")
+
+
+# A shell starts what runs in the background with Ctrl-C ignored, and children inherit that. The
+# tests that send it mean it as it is in a terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
