@@ -329,6 +329,11 @@ fn refusals_name_the_argument() {
     ] {
         assert_eq!(packed(rows, cols).unwrap_err().to_string(), want);
     }
+    let all = Packed::new(WeightFormat::F32, 1 << 32, 1 << 24).unwrap_err().to_string();
+    assert!(
+        all.starts_with("num_rows: got 4294967296, which take 288230376151711744 bytes"),
+        "{all}"
+    );
     let mut two = packed(2, 64).unwrap();
     assert_eq!(
         text(two.fill(0, &[0; 67])),

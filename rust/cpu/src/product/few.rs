@@ -2,9 +2,9 @@
 
 use std::marker::PhantomData;
 
-use super::stored::{F32, Half, Q4K, Q4Min, Q4Signed, Q6K, Q8, Stored};
+use super::stored::{ForFormat, Stored, for_format};
 use super::tile::{Groups, tile};
-use super::weight::{Strip, WeightFormat};
+use super::weight::Strip;
 use super::{PIECE, Product};
 use crate::element::{Bf16, DType};
 use crate::simd::{Grid, Kernel, LANES, Lanes, Simd};
@@ -13,26 +13,24 @@ use crate::simd::{Grid, Kernel, LANES, Lanes, Simd};
 #[inline(always)]
 pub(super) fn strip<S: Simd>(s: S, product: &Product<'_>, strip: usize) {
     let part = product.weight.strips()[strip].part;
-    match product.weight.parts()[part].format() {
-        WeightFormat::F32 | WeightFormat::F16 => s.call(&Few::<F32>::new(product), strip),
-        WeightFormat::Bf16 => s.call(&Few::<Half>::new(product), strip),
-        WeightFormat::Q8_0 => s.call(&Few::<Q8>::new(product), strip),
-        WeightFormat::Q4_0 => s.call(&Few::<Q4Signed>::new(product), strip),
-        WeightFormat::Q4_1 => s.call(&Few::<Q4Min>::new(product), strip),
-        WeightFormat::Q4K => s.call(&Few::<Q4K>::new(product), strip),
-        WeightFormat::Q6K => s.call(&Few::<Q6K>::new(product), strip),
+    for_format(s, product.weight.parts()[part].format(), &Call { product, strip });
+}
+
+struct Call<'a> {
+    product: &'a Product<'a>,
+    strip: usize,
+}
+
+impl ForFormat for Call<'_> {
+    #[inline(always)]
+    fn run<S: Simd, W: Stored>(&self, s: S) {
+        s.call(&Few::<W> { product: self.product, format: PhantomData }, self.strip);
     }
 }
 
 struct Few<'a, W> {
     product: &'a Product<'a>,
     format: PhantomData<fn() -> W>,
-}
-
-impl<'a, W> Few<'a, W> {
-    fn new(product: &'a Product<'a>) -> Self {
-        Self { product, format: PhantomData }
-    }
 }
 
 impl<W: Stored> Kernel for Few<'_, W> {

@@ -5,9 +5,9 @@
 
 use std::cell::UnsafeCell;
 
-use super::stored::{F32, FOUR, Half, Q4K, Q4Min, Q4Signed, Q6K, Q8, Stored};
+use super::stored::{FOUR, ForFormat, Plain, Stored, for_format};
 use super::tile::{Groups, tile};
-use super::weight::{PANELS_PER_STRIP, Packed, WeightFormat};
+use super::weight::{PANELS_PER_STRIP, Packed};
 use super::{PIECE, Product, few};
 use crate::element::Bf16;
 use crate::simd::{Grid, Kernel, LANES, Simd};
@@ -138,16 +138,8 @@ fn widen<S: Simd>(
     count: usize,
     to: &mut [[f32; LANES]; PIECE],
 ) {
-    let mut job = Widen { panel: part.panel(panel), start, count, to: to.as_mut_ptr().cast() };
-    match part.format() {
-        WeightFormat::F32 | WeightFormat::F16 => job.run::<S, F32>(s),
-        WeightFormat::Bf16 => job.run::<S, Half>(s),
-        WeightFormat::Q8_0 => job.run::<S, Q8>(s),
-        WeightFormat::Q4_0 => job.run::<S, Q4Signed>(s),
-        WeightFormat::Q4_1 => job.run::<S, Q4Min>(s),
-        WeightFormat::Q4K => job.run::<S, Q4K>(s),
-        WeightFormat::Q6K => job.run::<S, Q6K>(s),
-    }
+    let to = to.as_mut_ptr().cast();
+    for_format(s, part.format(), &Widen { panel: part.panel(panel), start, count, to });
 }
 
 struct Widen {
@@ -157,9 +149,9 @@ struct Widen {
     to: *mut f32,
 }
 
-impl Widen {
+impl ForFormat for Widen {
     #[inline(always)]
-    fn run<S: Simd, W: Stored>(&mut self, s: S) {
+    fn run<S: Simd, W: Stored>(&self, s: S) {
         let groups = self.start / W::GROUP..(self.start + self.count).div_ceil(W::GROUP);
         let mut to = self.to;
         for group in groups {
@@ -204,9 +196,9 @@ impl Grid for Piece<'_> {
             let row = (row + r).min(self.block - 1);
             *to = self.product.x.row::<f32>(self.first + row).wrapping_add(self.start);
         }
-        let groups = Groups::between::<F32>(0, self.count);
+        let groups = Groups::between::<Plain<f32>>(0, self.count);
         // SAFETY: rows of x have `count` numbers from `start` on, and the pieces as many positions.
-        unsafe { tile::<S, F32, R, P>(s, rows, panels, groups, &mut tiles) };
+        unsafe { tile::<S, Plain<f32>, R, P>(s, rows, panels, groups, &mut tiles) };
         for (row, tiles) in (row..self.block).zip(&tiles) {
             for (p, &sum) in tiles.iter().enumerate() {
                 let total = self.sums_at(row, panel + p);

@@ -3,10 +3,11 @@
 //! The operations are those that define a format, in their order and each rounded: scale, then minimum.
 //! So a weight has the bits that dequantizing it has.
 
-#![expect(clippy::cast_ptr_alignment, reason = "loads of vectors take any alignment")]
+use std::marker::PhantomData;
 
+use super::weight::WeightFormat;
 use crate::element::Bf16;
-use crate::simd::{LANES, Simd};
+use crate::simd::{LANES, Lanes, Simd};
 
 /// Positions of K that [`Stored::four`] gives.
 pub(super) const FOUR: usize = 4;
@@ -43,60 +44,34 @@ pub(super) trait Stored {
     ) -> [S::V; FOUR];
 }
 
-/// `f32`.
-pub(super) struct F32;
+/// Numbers as they are, of either element type.
+pub(super) struct Plain<T>(PhantomData<fn() -> T>);
 
-impl Stored for F32 {
+impl<T: Lanes> Stored for Plain<T> {
     const GROUP: usize = FOUR;
     type Scales<V: Copy> = ();
 
     #[inline(always)]
     unsafe fn open<S: Simd>(_s: S, panel: *const u8, group: usize) -> ((), *const u8) {
-        ((), panel.wrapping_add(group * FOUR * LANES * 4))
+        ((), panel.wrapping_add(group * FOUR * LANES * size_of::<T>()))
     }
     #[inline(always)]
     unsafe fn four<S: Simd>(s: S, (): (), numbers: *const u8, _at: usize) -> [S::V; FOUR] {
-        let from = numbers.cast::<f32>();
+        let from = numbers.cast::<T>();
         // SAFETY: the caller's promise: four times sixteen numbers.
         unsafe {
             [
-                s.load(from),
-                s.load(from.add(LANES)),
-                s.load(from.add(2 * LANES)),
-                s.load(from.add(3 * LANES)),
-            ]
-        }
-    }
-}
-
-/// bfloat16.
-pub(super) struct Half;
-
-impl Stored for Half {
-    const GROUP: usize = FOUR;
-    type Scales<V: Copy> = ();
-
-    #[inline(always)]
-    unsafe fn open<S: Simd>(_s: S, panel: *const u8, group: usize) -> ((), *const u8) {
-        ((), panel.wrapping_add(group * FOUR * LANES * 2))
-    }
-    #[inline(always)]
-    unsafe fn four<S: Simd>(s: S, (): (), numbers: *const u8, _at: usize) -> [S::V; FOUR] {
-        let from = numbers.cast::<Bf16>();
-        // SAFETY: the caller's promise: four times sixteen numbers.
-        unsafe {
-            [
-                s.load_bf16(from),
-                s.load_bf16(from.add(LANES)),
-                s.load_bf16(from.add(2 * LANES)),
-                s.load_bf16(from.add(3 * LANES)),
+                T::load(s, from),
+                T::load(s, from.add(LANES)),
+                T::load(s, from.add(2 * LANES)),
+                T::load(s, from.add(3 * LANES)),
             ]
         }
     }
 }
 
 /// `scale * number`, bytes.
-pub(super) struct Q8;
+struct Q8;
 
 impl Stored for Q8 {
     const GROUP: usize = 32;
@@ -133,7 +108,7 @@ unsafe fn pairs<S: Simd>(s: S, from: *const u8) -> [S::V; FOUR] {
 }
 
 /// `scale * (number - 8)`, half bytes.
-pub(super) struct Q4Signed;
+struct Q4Signed;
 
 impl Stored for Q4Signed {
     const GROUP: usize = 32;
@@ -157,7 +132,7 @@ impl Stored for Q4Signed {
 }
 
 /// `scale * number + min`, half bytes.
-pub(super) struct Q4Min;
+struct Q4Min;
 
 impl Stored for Q4Min {
     const GROUP: usize = 32;
@@ -187,7 +162,7 @@ impl Stored for Q4Min {
 }
 
 /// `scale * number - min`, half bytes; scale and minimum are bytes times a scale of 256 numbers.
-pub(super) struct Q4K;
+struct Q4K;
 
 impl Stored for Q4K {
     const GROUP: usize = 32;
@@ -222,7 +197,7 @@ impl Stored for Q4K {
 }
 
 /// `scale * (number - 32)`, six bits; the scale is a byte times a scale of 256 numbers.
-pub(super) struct Q6K;
+struct Q6K;
 
 impl Stored for Q6K {
     const GROUP: usize = 16;
@@ -246,5 +221,25 @@ impl Stored for Q6K {
             *out = s.mul(s.sub(*out, s.splat(32.0)), scale);
         }
         out
+    }
+}
+
+/// Something to do with a format that is known at run time only.
+pub(super) trait ForFormat {
+    /// Do it.
+    fn run<S: Simd, W: Stored>(&self, s: S);
+}
+
+/// Do something with the type that stands for `format`.
+#[inline(always)]
+pub(super) fn for_format<S: Simd>(s: S, format: WeightFormat, what: &impl ForFormat) {
+    match format {
+        WeightFormat::F32 | WeightFormat::F16 => what.run::<S, Plain<f32>>(s),
+        WeightFormat::Bf16 => what.run::<S, Plain<Bf16>>(s),
+        WeightFormat::Q8_0 => what.run::<S, Q8>(s),
+        WeightFormat::Q4_0 => what.run::<S, Q4Signed>(s),
+        WeightFormat::Q4_1 => what.run::<S, Q4Min>(s),
+        WeightFormat::Q4K => what.run::<S, Q4K>(s),
+        WeightFormat::Q6K => what.run::<S, Q6K>(s),
     }
 }

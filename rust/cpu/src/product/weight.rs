@@ -119,7 +119,7 @@ impl Packed {
     ///
     /// # Errors
     ///
-    /// No rows, or `num_cols` is 0, over 2^24 or not whole blocks of the format.
+    /// No rows, `num_cols` is 0, over 2^24 or not whole blocks of the format, or there is no memory.
     pub fn new(
         format: WeightFormat,
         num_rows: usize,
@@ -141,7 +141,13 @@ impl Packed {
         // Formats without blocks are read four positions at a time.
         let padded = num_cols.next_multiple_of(FOUR);
         let stride = (padded / block * format.panel_block_bytes()).next_multiple_of(LINE);
-        let memory = vec![Line([0; LINE]); num_rows.div_ceil(LANES) * stride / LINE];
+        let num_lines = num_rows.div_ceil(LANES).saturating_mul(stride / LINE);
+        let mut memory = Vec::new();
+        memory.try_reserve_exact(num_lines).map_err(|_| {
+            let got = format!("{num_rows}, which take {} bytes", num_lines.saturating_mul(LINE));
+            ArgumentError::new("num_rows", got, "as many as there is memory for")
+        })?;
+        memory.resize(num_lines, Line([0; LINE]));
         Ok(Self { format, num_rows, num_cols, stride, memory })
     }
 

@@ -47,6 +47,48 @@ pub(super) unsafe fn max_of_8(a: __m256) -> f32 {
     }
 }
 
+/// The low and the high half of each byte.
+///
+/// # Safety
+///
+/// The machine has AVX2.
+#[inline(always)]
+pub(super) unsafe fn half_bytes(bytes: __m128i) -> (__m128i, __m128i) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mask = x86::_mm_set1_epi8(15);
+        let high = x86::_mm_and_si128(x86::_mm_srli_epi16::<4>(bytes), mask);
+        (x86::_mm_and_si128(bytes, mask), high)
+    }
+}
+
+/// Sixteen times four numbers of six bits, as bytes. See [`Simd::load_fours_u6`].
+///
+/// # Safety
+///
+/// The machine has AVX2; 32 bytes are readable at `low`, sixteen at `high`.
+#[inline(always)]
+pub(super) unsafe fn fours_u6(low: *const u8, high: *const u8) -> [__m128i; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (a, b) = half_bytes(x86::_mm_loadu_si128(low.cast()));
+        let (c, d) = half_bytes(x86::_mm_loadu_si128(low.add(LANES).cast()));
+        let high = x86::_mm_loadu_si128(high.cast());
+        let upper = x86::_mm_set1_epi8(0x30);
+        // The two bits of each number, moved to bits 4 and 5.
+        let a2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<4>(high), upper);
+        let b2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<2>(high), upper);
+        let c2 = x86::_mm_and_si128(high, upper);
+        let d2 = x86::_mm_and_si128(x86::_mm_srli_epi16::<2>(high), upper);
+        [
+            x86::_mm_or_si128(a, a2),
+            x86::_mm_or_si128(b, b2),
+            x86::_mm_or_si128(c, c2),
+            x86::_mm_or_si128(d, d2),
+        ]
+    }
+}
+
 impl Avx2 {
     /// # Safety
     ///
@@ -103,17 +145,6 @@ impl Avx2 {
             let low = x86::_mm256_cvtepu8_epi32(bytes);
             let high = x86::_mm256_cvtepu8_epi32(x86::_mm_unpackhi_epi64(bytes, bytes));
             Two(x86::_mm256_cvtepi32_ps(low), x86::_mm256_cvtepi32_ps(high))
-        }
-    }
-
-    /// The low and the high half of each byte.
-    #[inline(always)]
-    fn half_bytes(self, bytes: __m128i) -> (__m128i, __m128i) {
-        // SAFETY: `self` is a proof of AVX2.
-        unsafe {
-            let mask = x86::_mm_set1_epi8(15);
-            let high = x86::_mm_and_si128(x86::_mm_srli_epi16::<4>(bytes), mask);
-            (x86::_mm_and_si128(bytes, mask), high)
         }
     }
 
@@ -312,30 +343,15 @@ impl Simd for Avx2 {
     unsafe fn load_pairs_u4(self, from: *const u8) -> (Two, Two) {
         // SAFETY: the caller's promise, and `self` is a proof of AVX2.
         unsafe {
-            let (low, high) = self.half_bytes(x86::_mm_loadu_si128(from.cast()));
+            let (low, high) = half_bytes(x86::_mm_loadu_si128(from.cast()));
             (self.bytes(low), self.bytes(high))
         }
     }
     #[inline(always)]
     unsafe fn load_fours_u6(self, low: *const u8, high: *const u8) -> [Two; 4] {
         // SAFETY: the caller's promise, and `self` is a proof of AVX2.
-        unsafe {
-            let (a, b) = self.half_bytes(x86::_mm_loadu_si128(low.cast()));
-            let (c, d) = self.half_bytes(x86::_mm_loadu_si128(low.add(LANES).cast()));
-            let high = x86::_mm_loadu_si128(high.cast());
-            let upper = x86::_mm_set1_epi8(0x30);
-            // The two bits of each number, moved to bits 4 and 5.
-            let a2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<4>(high), upper);
-            let b2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<2>(high), upper);
-            let c2 = x86::_mm_and_si128(high, upper);
-            let d2 = x86::_mm_and_si128(x86::_mm_srli_epi16::<2>(high), upper);
-            [
-                self.bytes(x86::_mm_or_si128(a, a2)),
-                self.bytes(x86::_mm_or_si128(b, b2)),
-                self.bytes(x86::_mm_or_si128(c, c2)),
-                self.bytes(x86::_mm_or_si128(d, d2)),
-            ]
-        }
+        let [a, b, c, d] = unsafe { fours_u6(low, high) };
+        [self.bytes(a), self.bytes(b), self.bytes(c), self.bytes(d)]
     }
 
     #[inline(always)]

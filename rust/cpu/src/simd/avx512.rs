@@ -5,9 +5,9 @@
 use std::arch::x86_64 as x86;
 use std::arch::x86_64::{__m128i, __m256, __m512, __m512i};
 
-use super::avx2::{max_of_8, sum_of_8};
+use super::avx2::{fours_u6, half_bytes, max_of_8, sum_of_8};
 use super::dispatch::run_avx512;
-use super::{Grid, Kernel, LANES, Simd};
+use super::{Grid, Kernel, Simd};
 use crate::element::Bf16;
 
 /// Proof that the machine has AVX-512 F, BW, VL and DQ.
@@ -35,17 +35,6 @@ impl Avx512 {
     fn bytes(self, bytes: __m128i) -> __m512 {
         // SAFETY: `self` is a proof of AVX-512.
         unsafe { x86::_mm512_cvtepi32_ps(x86::_mm512_cvtepu8_epi32(bytes)) }
-    }
-
-    /// The low and the high half of each byte.
-    #[inline(always)]
-    fn half_bytes(self, bytes: __m128i) -> (__m128i, __m128i) {
-        // SAFETY: `self` is a proof of AVX-512.
-        unsafe {
-            let mask = x86::_mm_set1_epi8(15);
-            let high = x86::_mm_and_si128(x86::_mm_srli_epi16::<4>(bytes), mask);
-            (x86::_mm_and_si128(bytes, mask), high)
-        }
     }
 
     /// First and second of each pair: a bfloat16 is the upper half of an `f32`.
@@ -230,30 +219,15 @@ impl Simd for Avx512 {
     unsafe fn load_pairs_u4(self, from: *const u8) -> (__m512, __m512) {
         // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
         unsafe {
-            let (low, high) = self.half_bytes(x86::_mm_loadu_si128(from.cast()));
+            let (low, high) = half_bytes(x86::_mm_loadu_si128(from.cast()));
             (self.bytes(low), self.bytes(high))
         }
     }
     #[inline(always)]
     unsafe fn load_fours_u6(self, low: *const u8, high: *const u8) -> [__m512; 4] {
         // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
-        unsafe {
-            let (a, b) = self.half_bytes(x86::_mm_loadu_si128(low.cast()));
-            let (c, d) = self.half_bytes(x86::_mm_loadu_si128(low.add(LANES).cast()));
-            let high = x86::_mm_loadu_si128(high.cast());
-            let upper = x86::_mm_set1_epi8(0x30);
-            // The two bits of each number, moved to bits 4 and 5.
-            let a2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<4>(high), upper);
-            let b2 = x86::_mm_and_si128(x86::_mm_slli_epi16::<2>(high), upper);
-            let c2 = x86::_mm_and_si128(high, upper);
-            let d2 = x86::_mm_and_si128(x86::_mm_srli_epi16::<2>(high), upper);
-            [
-                self.bytes(x86::_mm_or_si128(a, a2)),
-                self.bytes(x86::_mm_or_si128(b, b2)),
-                self.bytes(x86::_mm_or_si128(c, c2)),
-                self.bytes(x86::_mm_or_si128(d, d2)),
-            ]
-        }
+        let [a, b, c, d] = unsafe { fours_u6(low, high) };
+        [self.bytes(a), self.bytes(b), self.bytes(c), self.bytes(d)]
     }
 
     #[inline(always)]
