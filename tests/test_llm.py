@@ -158,6 +158,17 @@ def test_chat_takes_text_parts(make_llm: MakeLLM) -> None:
     assert output.outputs[0].text == answer_text("user:hi;assistant:")
 
 
+def test_chat_takes_openais_other_words(make_llm: MakeLLM) -> None:
+    """``developer`` for ``system``, and ``None`` of an assistant that only called tools."""
+    messages = [
+        {"role": "developer", "content": "be"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": "hi"},
+    ]
+    (output,) = make_llm().chat(messages, GREEDY)
+    assert output.outputs[0].text == answer_text("system:be;assistant:;user:hi;assistant:")
+
+
 @pytest.mark.parametrize(
     ("messages", "kind", "message"),
     [

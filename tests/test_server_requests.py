@@ -79,8 +79,8 @@ def test_what_asks_for_nothing_is_taken() -> None:
 
 def test_a_message_of_parts_is_its_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    message = chat(messages=[{"role": "developer", "content": parts}]).messages[0]
-    assert message.as_template_takes_it() == {"role": "system", "content": "ab"}
+    request = chat(messages=[{"role": "developer", "content": parts}])
+    assert request.conversation() == [{"role": "system", "content": "ab"}]
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
@@ -251,8 +251,8 @@ def test_what_a_client_wrote_is_repeated_shortly(fields: dict[str, Any]) -> None
 
 def test_an_assistant_may_have_said_nothing() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": None}
-    taken = chat(messages=[*HELLO, message]).messages[1].as_template_takes_it()
-    assert taken == {"role": "assistant", "content": ""}
+    taken = chat(messages=[*HELLO, message]).conversation()
+    assert taken[-1] == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize(

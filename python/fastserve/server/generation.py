@@ -114,8 +114,7 @@ def check_model(name: str | None, names: tuple[str, ...]) -> None:
 
 def _token_ids(tokenizer: Tokenizer, request: GenerationRequest) -> list[list[int]]:
     if isinstance(request, ChatRequest):
-        messages = [message.as_template_takes_it() for message in request.messages]
-        return [tokenizer.apply_chat_template(messages)]
+        return [tokenizer.apply_chat_template(request.conversation())]
     assert isinstance(request, CompletionRequest)
     return [
         tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fastserve.keywords import nearest
 from fastserve.sampling_params import ParameterError, SamplingParams
 from fastserve.server.errors import ApiError
+from fastserve.text.chat_template import as_conversation
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "parse", "shortened"]
 
@@ -208,22 +209,10 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """One turn of a conversation. ``developer`` is OpenAI's newer word for ``system``.
-
-    An assistant that only called tools has said ``null``, which is no text.
-    """
+    """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None
-
-    def as_template_takes_it(self) -> dict[str, str]:
-        """Role and text, as chat templates know them."""
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content or ())
-        )
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatRequest(GenerationRequest):
@@ -236,6 +225,10 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them."""
+        return as_conversation([message.model_dump() for message in self.messages])
 
     def check(self) -> None:
         """Refuse what is wrong in combination only."""

@@ -28,7 +28,10 @@ class ChatTemplateError(FastserveError, ValueError):
 
 
 def as_conversation(messages: object, where: str = "messages") -> list[dict[str, Any]]:
-    """Messages as templates take them: with a role, and with text for OpenAI's text parts.
+    """Messages as templates take them: with a role that they know, and text for OpenAI's parts.
+
+    ``developer`` is OpenAI's newer word for ``system``. An assistant that only called tools has
+    said ``None``, which is no text.
 
     Raises:
         TypeError: It is no list.
@@ -45,11 +48,12 @@ def as_conversation(messages: object, where: str = "messages") -> list[dict[str,
         if not isinstance(message.get("role"), str):
             raise ChatTemplateError(f"{place} has no role; want {want[1:-1]}")
         content = message.get("content")
-        if content is None and not message.get("tool_calls"):
+        role = "system" if message["role"] == "developer" else message["role"]
+        if content is None and role != "assistant":
             raise ChatTemplateError(f"{place} has no content; want {want[1:-1]}")
         if isinstance(content, list | tuple):
             content = _joined(content, f"{place}.content")
-        chat.append(dict(message) | ({} if content is None else {"content": content}))
+        chat.append({**message, "role": role, "content": "" if content is None else content})
     return chat
 
 
