@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,24 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """Read until `pattern` is in what was shown since the last call, and forget up to it."""
+        with self._watched():
+            try:
+                while not (match := re.search(pattern, self.shown)):
+                    self.shown += os.read(self._master, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"ended before {pattern!r}: {self.shown!r}") from None
+        self.shown = self.shown[match.end() :]
+        return match
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Reading waits for ever; a process that says nothing for long is killed."""
         watchdog = threading.Timer(PATIENCE_S, self.popen.kill)
         watchdog.start()
         try:
-            while not (match := re.search(pattern, self.shown)):
-                self.shown += os.read(self._master, 4096).decode(errors="replace")
-        except OSError:
-            raise AssertionError(f"ended before {pattern!r}: {self.shown!r}") from None
+            yield
         finally:
             watchdog.cancel()
-        self.shown = self.shown[match.end() :]
-        return match
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -157,11 +165,9 @@ class Terminal:
 
     def end(self) -> int:
         """Read to the end. Returns the exit code."""
-        try:
+        with self._watched(), suppress(OSError):  # How Linux says that nobody has it open any more.
             while piece := os.read(self._master, 4096):
                 self.shown += piece.decode(errors="replace")
-        except OSError:
-            pass  # How Linux says that nobody has the terminal open any more.
         os.close(self._master)
         assert "Traceback" not in self.shown
         return self.popen.wait(PATIENCE_S)
