@@ -6,8 +6,10 @@
 //! every allocation evicts. Prefix caching and timelines are on. Submitting happens between steps, on
 //! what would be another thread, and is not timed.
 //!
-//! One JSON line a case: the median, the 99th percentile and the worst step, and the allocations
-//! that plan and commit made in all timed steps together.
+//! One JSON line a case: the median, the 99th percentile and the worst step, the allocations that plan
+//! and commit made in all timed steps together, and the instructions of a step. These are counted by
+//! valgrind, where there is one, and where filling the pool below it takes no minutes: in the smaller
+//! cases, and in those asked for by `--rows`.
 
 #![allow(clippy::print_stdout, reason = "a bench prints its results")]
 
@@ -15,7 +17,7 @@ mod common;
 
 use std::time::Instant;
 
-use common::{Counting, Random, VOCAB, allocations, percentile};
+use common::{Counting, Random, VOCAB, allocations, instructions, percentile};
 use fastserve::base::{CoreConfig, Request, RequestId};
 use fastserve::engine::{Core, Inbox, Results, StepOutputs};
 
@@ -24,6 +26,8 @@ static ALLOCATOR: Counting = Counting;
 
 const BLOCK_SIZE: u32 = 16;
 const NUM_STEPS: usize = 400;
+/// Tokens in use up to which instructions are counted without being asked for.
+const MAX_COUNTED_TOKENS: usize = 1 << 20;
 /// With 9 of its 10 output tokens computed, a short request fills a block to the last slot.
 const SHORT_PROMPT: usize = 7;
 const SHORT_OUTPUT: u32 = 10;
@@ -127,7 +131,7 @@ impl Load {
         nanos
     }
 
-    /// What is measured. `benches/instructions.py` counts what happens below this name.
+    /// What is measured. [`instructions`] counts what happens below this name.
     #[inline(never)]
     fn plan_and_commit(&mut self) {
         self.now += 10_000_000;
@@ -152,7 +156,7 @@ impl Load {
     }
 }
 
-fn measure(rows: usize, context: usize, num_steps: usize) {
+fn measure(rows: usize, context: usize, num_steps: usize, instructions: Option<u64>) {
     let mut load = Load::new(rows, context, num_steps);
     let evicted = load.core.stats().num_evicted_blocks;
     let mut samples = Vec::with_capacity(num_steps);
@@ -173,9 +177,10 @@ fn measure(rows: usize, context: usize, num_steps: usize) {
     assert_eq!(stats.free, 0, "every allocation evicts");
     let evicted = (stats.num_evicted_blocks - evicted) as f64 / num_steps as f64;
     let median = percentile(&mut samples, 50.0);
+    let instructions = instructions.map_or_else(|| "null".to_owned(), |count| count.to_string());
     println!(
         "{{\"bench\": \"step\", \"rows\": {rows}, \"context\": {context}, \"us\": {median:.2}, \
-         \"p99_us\": {:.2}, \"worst_us\": {:.2}, \"ns_per_row\": {:.1}, \"ceiling_us\": {:.2}, \
+         \"instructions\": {instructions}, \"p99_us\": {:.2}, \"worst_us\": {:.2}, \"ns_per_row\": {:.1}, \"ceiling_us\": {:.2}, \
          \"allocations\": {allocated}, \"evictions_per_step\": {evicted:.1}, \
          \"short_rows\": {}, \"steps\": {num_steps}}}",
         percentile(&mut samples, 99.0),
@@ -192,6 +197,18 @@ fn argument(name: &str) -> Option<usize> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name} takes a number, not {value:?}")))
 }
 
+/// Instructions of a step of this case, if they are to be counted and can be.
+fn count(rows: usize, context: usize, asked: bool) -> Option<u64> {
+    let counted = std::env::args().any(|argument| argument == instructions::COUNTED);
+    if counted || !(asked || rows * context <= MAX_COUNTED_TOKENS) {
+        return None;
+    }
+    let case = [("--rows", rows), ("--context", context)];
+    let arguments: Vec<_> =
+        case.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()]).collect();
+    instructions::of_a_step("plan_and_commit", &arguments)
+}
+
 fn main() {
     let (only_rows, only_context) = (argument("--rows"), argument("--context"));
     let num_steps = argument("--steps").unwrap_or(NUM_STEPS);
@@ -200,7 +217,8 @@ fn main() {
             if only_rows.is_none_or(|only| only == rows)
                 && only_context.is_none_or(|only| only == context)
             {
-                measure(rows, context, num_steps);
+                let instructions = count(rows, context, only_rows.is_some());
+                measure(rows, context, num_steps, instructions);
             }
         }
     }

@@ -1,6 +1,8 @@
 //! What the benches share: seeded tokens, percentiles, a counting allocator, JSON lines.
 #![allow(dead_code, unreachable_pub, reason = "each bench uses its part")]
 
+pub mod instructions;
+
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicU64, Ordering};
 
