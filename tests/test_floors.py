@@ -75,6 +75,7 @@ PYTHON_FLOORS = {
     "sampling_params": 2,
     "sampling_record": 2,
     "sizing": 2,
+    "surrogates": 2,
 }
 MAY_IMPORT_TORCH = {"draw", "kernels", "layers", "logprobs", "models", "runner", "sampler"}
 

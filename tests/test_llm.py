@@ -22,7 +22,7 @@ from fastserve.config import EngineConfig, EngineOptions
 from fastserve.errors import ConfigError, EngineDeadError, KernelError, ModelError, RequestError
 from fastserve.llm import LLM
 from fastserve.progress import loading
-from fastserve.sampling_params import SamplingParams
+from fastserve.sampling_params import ParameterError, SamplingParams
 from fastserve.text.chat_template import ChatTemplateError
 from toy_runner import EOS, ToyRunner, ToyTokenizer, toy_answer
 
@@ -112,6 +112,13 @@ def test_what_no_prompt_can_be(make_llm: MakeLLM, prompts: object, message: str)
     llm = make_llm()
     with pytest.raises(TypeError, match=message):
         llm.generate(prompts)
+    assert llm.generate("x", GREEDY)[0].outputs[0].text == answer_text("x")
+
+
+def test_half_a_surrogate_pair_is_no_salt(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    with pytest.raises(ParameterError, match=r"cache_salt has '\\ud800' at character 1: want both"):
+        llm.generate({"prompt": "x", "cache_salt": "a\ud800"})
     assert llm.generate("x", GREEDY)[0].outputs[0].text == answer_text("x")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -215,6 +216,24 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_is(
         f"{param} has half of a surrogate pair; want both halves, or U+FFFD in its place"
     )
     assert json_response(error.envelope()).body
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens=0: want at least 1, or null"),
+        ({"max_tokens": 0}, "max_tokens=0: want at least 1, or null"),
+        (
+            {"min_tokens": 9, "max_completion_tokens": 5},
+            "min_tokens=9: want at most max_completion",
+        ),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens=9: want at most max_tokens=5"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs=21: want 0 to 20"),
+    ],
+)
+def test_a_refusal_has_the_name_that_the_client_used(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=re.escape(message)):
+        chat(**fields).sampling_params()
 
 
 def test_whole_surrogate_pairs_are_characters() -> None:

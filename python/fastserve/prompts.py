@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fastserve.keywords import unknown_keyword
 from fastserve.sampling_params import ParameterError, SamplingParams
+from fastserve.surrogates import half_pair
 
 __all__ = ["Prompt", "Prompts", "TokenizedPrompt", "as_list", "as_sampling_params", "tokenize"]
 
@@ -133,5 +134,8 @@ def _unpack(prompt: Mapping[str, Any]) -> tuple[Any, int]:
         return prompt[given[0]], 0
     if not isinstance(salt, str) or not salt:
         raise TypeError(f"cache_salt is {salt!r}; want text that is not empty, or None")
+    if (half := half_pair(salt)) is not None:
+        problem = f"cache_salt has {half[0]!a} at character {half.start()}"
+        raise ParameterError([f"{problem}: want both halves of a surrogate pair"])
     digest = hashlib.blake2b(salt.encode(), digest_size=16).digest()
     return prompt[given[0]], int.from_bytes(digest, "little")

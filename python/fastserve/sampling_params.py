@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex
 
 from fastserve.errors import FastserveError
 from fastserve.keywords import names_unknown_keywords
+from fastserve.surrogates import half_pair
 
 __all__ = ["ParameterError", "SamplingParams"]
 
@@ -220,7 +221,7 @@ class _Checker:
         strings = tuple(given)
         if any(not isinstance(string, str) for string in strings):
             self.refuse("stop", value, "a string or a list of strings")
-        elif any(not _is_encodable(string) for string in strings):
+        elif any(half_pair(string) for string in strings):
             self.refuse("stop", value, "text without halves of surrogate pairs")
         elif "" in strings:
             self.refuse("stop", value, "no empty string: it would end every output at once")
@@ -287,14 +288,6 @@ def _as_float(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _token_of_key(key: object) -> int | None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fastserve.keywords import nearest
 from fastserve.sampling_params import ParameterError, SamplingParams
 from fastserve.server.errors import ApiError
+from fastserve.surrogates import half_pair
 from fastserve.text.chat_template import as_conversation
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "parse", "shortened"]
@@ -260,6 +261,12 @@ class ChatRequest(GenerationRequest):
                 code="invalid_parameter",
             )
 
+    def _in_json_words(self, problem: str) -> str:
+        problem = re.sub(r"\blogprobs=", "top_logprobs=", super()._in_json_words(problem))
+        if self.max_tokens is not None:
+            return problem
+        return re.sub(r"\bmax_tokens=", "max_completion_tokens=", problem)
+
     def _own_sampling(self) -> dict[str, Any]:
         """Without a limit of its own, a chat's answer goes on to its end."""
         limit = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
@@ -320,7 +327,7 @@ def _loaded(body: bytes) -> dict[str, Any]:
 def _place_of_half_pair(value: object, place: str = "") -> str | None:
     """The first text in `value` that no encoding has, by its place; ``None`` if all is well."""
     if isinstance(value, str):
-        return None if _printable(value) == value else place
+        return None if half_pair(value) is None else place
     if isinstance(value, dict):
         for key, item in value.items():
             name = _printable(key)

@@ -21,6 +21,7 @@ from fastserve.models.gguf_file import GgufFile
 from fastserve.models.hf_config import read_json
 from fastserve.models.resolve import ModelSource
 from fastserve.sampling_params import ParameterError
+from fastserve.surrogates import half_pair
 from fastserve.text.chat_template import ChatTemplate, templates_in
 from fastserve.text.gguf_vocab import named_token, tokenizer_from_gguf
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _SPACE: Final = "\u2581"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 _GGUF_NAMES: Final = ("bos", "eos", "unknown", "seperator", "padding")  # So it is spelled there.
 
@@ -89,7 +89,7 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            if (half := _HALF_PAIR.search(text)) is None:
+            if (half := half_pair(text)) is None:
                 raise
             problem = f"prompt has {half[0]!a} at character {half.start()}"
             raise ParameterError([f"{problem}: want both halves of a surrogate pair"]) from None
