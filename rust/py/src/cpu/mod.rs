@@ -7,16 +7,17 @@
 //! thread must not write the arrays meanwhile (a table entry that changes under a kernel is caught
 //! where it is used, and is a `RuntimeError`).
 
+mod weights;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fastserve_cpu as cpu;
-use fastserve_cpu::{Attention, Isa, KvLayout, KvView, KvViewMut, Rope, WeightFormat};
-use numpy::PyReadonlyArray1;
+use fastserve_cpu::{Attention, Isa, KvLayout, KvView, KvViewMut, Rope};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::arrays::{Array, Words, check_overlap};
+use weights::{Packed, Weight};
 
 /// Add the submodule `cpu` to `parent`.
 pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -24,7 +25,7 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Pool>()?;
     module.add_class::<Packed>()?;
     module.add_class::<Weight>()?;
-    module.add_function(wrap_pyfunction!(weight_formats, &module)?)?;
+    module.add_function(wrap_pyfunction!(weights::weight_formats, &module)?)?;
     module.add_function(wrap_pyfunction!(detect_isa, &module)?)?;
     module.add_function(wrap_pyfunction!(available_isas, &module)?)?;
     module.add_function(wrap_pyfunction!(kv_shape, &module)?)?;
@@ -71,97 +72,6 @@ fn kv_layer_shape(
     let layout = KvLayout { num_blocks, num_kv_heads, block_size, head_dim };
     layout.check().map_err(value_error)?;
     Ok(cpu::kv_layer_shape(layout).into())
-}
-
-/// Names of the formats that weights are multiplied in as they are stored.
-#[pyfunction]
-fn weight_formats() -> Vec<&'static str> {
-    WeightFormat::ALL.into_iter().map(WeightFormat::name).collect()
-}
-
-/// Rows of one format, in the layout of the product kernels. Filled row by row, then part of a
-/// `Weight`.
-#[pyclass(frozen, module = "fastserve._core.cpu")]
-struct Packed {
-    packed: Mutex<Option<cpu::Packed>>,
-}
-
-impl Packed {
-    fn lock(&self) -> MutexGuard<'_, Option<cpu::Packed>> {
-        self.packed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take(&self) -> PyResult<cpu::Packed> {
-        self.lock().take().ok_or_else(in_a_weight)
-    }
-}
-
-fn in_a_weight() -> PyErr {
-    PyValueError::new_err("packed: these rows are part of a Weight already")
-}
-
-#[pymethods]
-impl Packed {
-    /// Room for `[num_rows, num_cols]`, zeros.
-    #[new]
-    fn new(format: &str, num_rows: usize, num_cols: usize) -> PyResult<Self> {
-        let found = WeightFormat::from_name(format).ok_or_else(|| {
-            let names = weight_formats().join(", ");
-            PyValueError::new_err(format!("format: got {format:?}, want one of {names}"))
-        })?;
-        let packed = cpu::Packed::new(found, num_rows, num_cols).map_err(value_error)?;
-        Ok(Self { packed: Mutex::new(Some(packed)) })
-    }
-
-    /// Store rows from `first_row` on: their bytes as in a file, one row after the other.
-    #[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
-    fn fill(
-        &self,
-        py: Python<'_>,
-        first_row: usize,
-        rows: PyReadonlyArray1<'_, u8>,
-    ) -> PyResult<()> {
-        let rows = rows.as_slice().map_err(|_| {
-            PyValueError::new_err("rows: got an array with gaps, want contiguous bytes")
-        })?;
-        let fill = || self.lock().as_mut().map(|packed| packed.fill(first_row, rows));
-        py.detach(fill).ok_or_else(in_a_weight)?.map_err(value_error)
-    }
-}
-
-/// A weight of one or more packed parts, one below the other.
-#[pyclass(frozen, module = "fastserve._core.cpu")]
-struct Weight {
-    weight: cpu::Weight,
-}
-
-#[pymethods]
-impl Weight {
-    /// Takes the parts, which are of no more use then.
-    #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
-    fn new(parts: Vec<Bound<'_, Packed>>) -> PyResult<Self> {
-        let taken = parts.iter().map(|part| part.get().take()).collect::<PyResult<_>>()?;
-        Ok(Self { weight: cpu::Weight::new(taken).map_err(value_error)? })
-    }
-
-    /// `(rows, columns)`: outputs and inputs of a product.
-    #[getter]
-    fn shape(&self) -> (usize, usize) {
-        (self.weight.num_rows(), self.weight.num_cols())
-    }
-
-    /// Memory that it takes.
-    #[getter]
-    fn num_bytes(&self) -> usize {
-        self.weight.num_bytes()
-    }
-
-    /// The format of each part.
-    #[getter]
-    fn formats(&self) -> Vec<&'static str> {
-        self.weight.parts().iter().map(|part| part.format().name()).collect()
-    }
 }
 
 /// Threads that run kernels. Idle ones sleep. May be shared by threads; calls take turns.
