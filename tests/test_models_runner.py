@@ -14,10 +14,11 @@ import gguf_factory
 import model_factory
 from fastserve import host
 from fastserve.errors import ModelError
-from fastserve.kernels.cpu import CpuKernels
 from fastserve.layers import Buffers
 from fastserve.models.resolve import resolve
-from fastserve.runner import CpuRunner, known_tokens
+from fastserve.models.tensors import DType
+from fastserve.models.torch_decoder import known_tokens
+from fastserve.runner import CpuRunner
 
 
 @pytest.fixture(scope="session")
@@ -43,17 +44,16 @@ def test_unknown_tokens_are_the_slots_last_samples():
 
 
 @pytest.mark.parametrize(
-    ("stored", "isa", "want"),
+    ("stored", "native", "want"),
     [
-        (torch.float32, "avx512bf16", torch.float32),
-        (torch.float16, "avx512bf16", torch.float32),
-        (torch.bfloat16, "avx512bf16", torch.bfloat16),
-        (torch.bfloat16, "avx2", torch.float32),
-        (torch.bfloat16, "portable", torch.float32),
+        (torch.float32, True, DType.FLOAT32),
+        (torch.float16, True, DType.FLOAT32),
+        (torch.bfloat16, True, DType.BFLOAT16),
+        (torch.bfloat16, False, DType.FLOAT32),
     ],
 )
 def test_auto_is_the_files_format_where_that_is_fast(
-    stored, isa, want, folder, tmp_path, monkeypatch, threads
+    stored, native, want, folder, tmp_path, monkeypatch, threads
 ):
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     tensors = load_file(copy / "model.safetensors")
@@ -61,32 +61,41 @@ def test_auto_is_the_files_format_where_that_is_fast(
         name: tensor if "norm" in name else tensor.to(stored) for name, tensor in tensors.items()
     }
     save_file(tensors, copy / "model.safetensors")
-    monkeypatch.setattr("fastserve.kernels.cpu.CpuKernels.isa", isa)
+    monkeypatch.setattr("fastserve.runner.multiplies_bfloat16", lambda pool: native)
     runner = CpuRunner.load(resolve(copy), num_threads=1)
     assert (runner.dtype, runner.kv_dtype) == (want, want)
 
 
 def test_auto_dequantizes_to_float32(folder, tmp_path, threads):
     path = gguf_factory.convert(folder, tmp_path / "model.gguf", "Q8_0")
-    assert CpuRunner.load(resolve(path), num_threads=1).dtype == torch.float32
+    assert CpuRunner.load(resolve(path), num_threads=1).dtype is DType.FLOAT32
 
 
 def test_keys_and_values_may_be_kept_in_another_format(folder, threads):
     runner = CpuRunner.load(
         resolve(folder), dtype="float32", kv_cache_dtype="bfloat16", num_threads=1
     )
-    assert (runner.dtype, runner.kv_dtype) == (torch.float32, torch.bfloat16)
+    assert (runner.dtype, runner.kv_dtype) == (DType.FLOAT32, DType.BFLOAT16)
     assert runner.kv_bytes_per_block(16) == 3 * 16 * 2 * 64 * 2
 
 
 def test_threads_go_to_whoever_multiplies(folder, threads, monkeypatch):
     usable = host.cpus().num_usable
+    torch.set_num_threads(1)
     for asked, num_threads in ((2, 2), (None, usable)):
         runner = CpuRunner.load(resolve(folder), dtype="float32", num_threads=asked)
-        assert (torch.get_num_threads(), runner.kernels.num_threads) == (1, num_threads)
-    monkeypatch.setattr(CpuKernels, "isa", "avx512bf16")
+        assert (torch.get_num_threads(), runner.pool.num_threads) == (1, num_threads)
+    monkeypatch.setattr("fastserve.runner.multiplies_bfloat16", lambda pool: True)
     runner = CpuRunner.load(resolve(folder), dtype="bfloat16", num_threads=2)
-    assert (torch.get_num_threads(), runner.kernels.num_threads) == (2, 2)
+    assert (torch.get_num_threads(), runner.pool.num_threads) == (2, 2)
+
+
+def test_bfloat16_does_without_torch_where_there_is_none(folder, threads, monkeypatch):
+    """As elsewhere: our products, and the same numbers as where torch cannot multiply natively."""
+    monkeypatch.setattr("fastserve.runner.multiplies_bfloat16", lambda pool: True)
+    monkeypatch.setattr("fastserve.runner.missing", lambda extra: [extra])
+    runner = CpuRunner.load(resolve(folder), dtype="bfloat16", num_threads=1)
+    assert runner.weights.is_packed
 
 
 def test_heads_that_the_kernels_do_not_take_are_refused_at_load(tmp_path, threads):

@@ -14,15 +14,16 @@ import transformers
 
 import gguf_factory
 import model_factory
+import packed_rows
 from fastserve._core import cpu
 from fastserve.errors import ModelError
-from fastserve.kernels.cpu import ISA_VARIABLE, CpuKernels
+from fastserve.kernels.pool import ISA_VARIABLE
 from fastserve.models.checkpoint import Checkpoint
-from fastserve.models.dequant import decode
+from fastserve.models.dequant import FORMATS, decode
 from fastserve.models.gguf_config import config_from_gguf
 from fastserve.models.gguf_file import read_gguf
 from fastserve.models.resolve import resolve
-from fastserve.models.tensors import COMMON_FORMATS, find_format
+from fastserve.models.tensors import COMMON_FORMATS, DType, find_format
 from fastserve.models.weights import Matrix, Packing, load_weights
 from fastserve.runner import CpuRunner
 from plans import PlanBuilder, drive
@@ -44,19 +45,49 @@ def file(folder, tmp_path_factory) -> Path:
 
 def numbers(matrix: Matrix) -> np.ndarray:
     """A matrix as float32, whatever it is kept as."""
-    if isinstance(matrix, torch.Tensor):
-        return matrix.float().numpy()
-    out = torch.empty(matrix.shape)
-    CpuKernels(1).embed(torch.arange(matrix.shape[0]), matrix, out)
-    return out.numpy()
+    if isinstance(matrix, np.ndarray):
+        return as_floats(matrix)
+    return packed_rows.as_floats(matrix)
+
+
+def as_floats(array: np.ndarray) -> np.ndarray:
+    """float32 of what may be bfloat16."""
+    if array.dtype == np.float32:
+        return array
+    return (array.astype(np.uint32) << 16).view(np.float32)
+
+
+# Where a block has its float16: scales and minima.
+HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
+# Zeros, subnormal, smallest normal, largest, infinite, NaN.
+ODD_HALVES = [0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7C01, 0xFE00]
+# The same in float32; and halfway between two bfloat16, to either side.
+ODD_FLOATS = [0, 1 << 31, 1, 0x7F_FFFF, 0x80_0000, 0x7F7F_FFFF, 0xFF7F_FFFF, 0x7F80_0000]
+ODD_FLOATS += [0xFF80_0000, 0x7F80_0001, 0xFFFF_FFFF, 0x3F80_8000, 0x3F81_8000, 0x3F80_8001]
 
 
 def blocks(name: str, num_blocks: int = 300) -> np.ndarray:
-    """Any bits at all are a block; NaN and infinite scales are among them."""
+    """Any bits at all are a block: all there are of two bytes, or random ones and odd ones."""
     found = find_format(name)
     assert found is not None
+    if found.block_bytes == 2:
+        return np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(-1, 2)
     rng = np.random.default_rng(len(name))
-    return rng.integers(0, 256, (num_blocks, found.block_bytes), dtype=np.uint8)
+    random = rng.integers(0, 256, (num_blocks, found.block_bytes), dtype=np.uint8)
+    if name == "F32":
+        return np.concatenate([random, np.array(ODD_FLOATS, "<u4").view(np.uint8).reshape(-1, 4)])
+    added = []
+    for number in (0x00, 0x7F, 0x80, 0xFF):
+        for odd in ODD_HALVES:
+            block = np.full(found.block_bytes, number, np.uint8)
+            for at, half in zip(HALVES.get(name, []), (odd, 0x3C00), strict=False):
+                block[at : at + 2] = np.array([half], "<u2").view(np.uint8)
+            added.append(block)
+    return np.concatenate([random, added])
+
+
+def test_kernels_know_the_common_formats():
+    assert frozenset(COMMON_FORMATS) == FORMATS
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
@@ -64,10 +95,18 @@ def blocks(name: str, num_blocks: int = 300) -> np.ndarray:
 def test_numbers_equal_those_of_the_gguf_package(name):
     raw, layout = blocks(name), find_format(name)
     assert layout is not None
-    want = gguf.dequantize(raw.reshape(-1), gguf.GGMLQuantizationType[name])
-    out = torch.full((len(raw), layout.block_elements), 7.0)
-    decode(layout, torch.from_numpy(raw), out)
-    np.testing.assert_array_equal(out.numpy().reshape(-1), want)
+    want = gguf.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(-1)
+    out = np.full(want.shape, 7.0, np.float32)
+    decode(layout, raw.reshape(-1), out)
+    is_number = ~np.isnan(want)
+    np.testing.assert_array_equal(out.view(np.uint32)[is_number], want.view(np.uint32)[is_number])
+    assert np.isnan(out[~is_number]).all()
+
+    rounded = np.full(want.shape, 7, np.uint16)
+    decode(layout, raw.reshape(-1), rounded)
+    theirs = torch.from_numpy(want).to(torch.bfloat16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(rounded[is_number], theirs[is_number])
+    assert np.isnan(as_floats(rounded[~is_number])).all()
 
 
 def test_header_equals_that_of_the_gguf_package(file):
@@ -93,7 +132,7 @@ def test_weights_are_what_the_file_says(quantise, packing, folder, tmp_path):
     header = read_gguf(path)
     config = config_from_gguf(header)
     weights = load_weights(
-        Checkpoint.from_gguf(header), config, torch.float32, packing=packing, num_threads=2
+        Checkpoint.from_gguf(header), config, DType.FLOAT32, packing=packing, num_threads=2
     )
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
@@ -119,7 +158,7 @@ def test_weights_are_what_the_file_says(quantise, packing, folder, tmp_path):
     np.testing.assert_array_equal(numbers(weights.embedding), stored("token_embd.weight"))
     assert weights.lm_head is weights.embedding
 
-    halved = load_weights(Checkpoint.from_gguf(header), config, torch.bfloat16, packing=packing)
+    halved = load_weights(Checkpoint.from_gguf(header), config, DType.BFLOAT16, packing=packing)
     if packing is Packing.AS_STORED:
         assert halved.num_bytes() < weights.num_bytes()
         np.testing.assert_array_equal(numbers(halved.layers[1].qkv), numbers(layer.qkv))
@@ -140,7 +179,7 @@ def test_as_stored_computes_the_bits_of_float32(quantise, folder, tmp_path, monk
     logits = []
     for dtype in ("auto", "float32"):
         runner = CpuRunner.load(resolve(str(path)), dtype=dtype, num_threads=2)
-        assert runner.dtype == torch.float32
+        assert runner.dtype is DType.FLOAT32
         logits.append(drive(runner, PlanBuilder(), sequences, lambda step, sequence: 7 + step))
     for ours, theirs in zip(*logits, strict=True):
         np.testing.assert_array_equal(ours, theirs)

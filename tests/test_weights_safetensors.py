@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,9 @@ import model_factory
 from fastserve.errors import ModelError
 from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.resolve import resolve
-from fastserve.models.weights import DecoderWeights, load_weights
+from fastserve.models.tensors import Array, DType
+from fastserve.models.torch_weights import as_torch
+from fastserve.models.weights import DecoderWeights, Packing, load_weights
 
 
 @pytest.fixture(scope="session")
@@ -31,48 +34,72 @@ def copy(folder, tmp_path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "model"))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **options) -> DecoderWeights:
+def load(folder: Path, dtype: DType = DType.FLOAT32, **options) -> DecoderWeights[Array]:
     source = resolve(folder)
     return load_weights(Checkpoint.from_folder(source.path), source.config(), dtype, **options)
 
 
-def stored(folder: Path, name: str) -> torch.Tensor:
-    return load_file(folder / "model.safetensors")[name]
+def stored(folder: Path, name: str) -> np.ndarray:
+    return load_file(folder / "model.safetensors")[name].numpy()
+
+
+def same(ours: object, theirs: np.ndarray) -> bool:
+    return isinstance(ours, np.ndarray) and np.array_equal(ours, theirs)
 
 
 def test_rows_of_fused_weights_are_the_files_tensors(folder):
     weights, at = load(folder, num_threads=2), "model.layers.2."
     layer = weights.layers[2]
     qkv = [stored(folder, f"{at}self_attn.{part}_proj.weight") for part in "qkv"]
-    assert torch.equal(layer.qkv, torch.cat(qkv))
+    assert same(layer.qkv, np.concatenate(qkv))
     biases = [stored(folder, f"{at}self_attn.{part}_proj.bias") for part in "qkv"]
-    assert layer.qkv_bias is not None
-    assert torch.equal(layer.qkv_bias, torch.cat(biases))
+    assert same(layer.qkv_bias, np.concatenate(biases))
     gate_up = [stored(folder, f"{at}mlp.{part}_proj.weight") for part in ("gate", "up")]
-    assert torch.equal(layer.gate_up, torch.cat(gate_up))
-    assert torch.equal(layer.down, stored(folder, f"{at}mlp.down_proj.weight"))
-    assert torch.equal(weights.lm_head, stored(folder, "lm_head.weight"))
+    assert same(layer.gate_up, np.concatenate(gate_up))
+    assert same(layer.down, stored(folder, f"{at}mlp.down_proj.weight"))
+    assert same(weights.lm_head, stored(folder, "lm_head.weight"))
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("computed", DType)
 def test_numbers_are_rounded_once(kept, computed, copy):
     path = copy / "model.safetensors"
     save_file({name: tensor.to(kept) for name, tensor in load_file(path).items()}, path)
     weights = load(copy, computed)
-    want = stored(copy, "model.layers.0.mlp.down_proj.weight").to(computed)
-    assert torch.equal(weights.layers[0].down, want)
-    assert weights.embedding.dtype == computed
+    name = "model.layers.0.mlp.down_proj.weight"
+    want = load_file(path)[name].to(getattr(torch, computed))
+    down = as_torch(weights).layers[0].down
+    assert down.dtype == want.dtype
+    assert torch.equal(down, want)
+    assert {array.dtype for array in (weights.embedding, weights.norm)} == {computed.numpy}
+    assert (weights.dtype, weights.norm.itemsize) == (computed, computed.itemsize)
+
+
+def test_tensors_share_the_memory_of_the_arrays(folder, tmp_path):
+    weights = load(folder, DType.BFLOAT16)
+    tensors = as_torch(weights)
+    layer, theirs = weights.layers[1], tensors.layers[1]
+    for name in layer.__slots__:
+        array, tensor = getattr(layer, name), getattr(theirs, name)
+        assert (array is None) == (tensor is None)
+        if array is not None:
+            assert tensor.data_ptr() == array.ctypes.data
+            assert (tensor.dtype, tensor.shape) == (torch.bfloat16, array.shape)
+    tied = model_factory.make("llama", tmp_path)
+    tensors = as_torch(load(tied))
+    assert tensors.lm_head.data_ptr() == tensors.embedding.data_ptr()
+    with pytest.raises(TypeError, match="load them without a packing"):
+        as_torch(load(tied, packing=Packing.AS_COMPUTED))
 
 
 def test_shards_equal_one_file(folder, tmp_path):
     sharded = model_factory.make("llama-biases", tmp_path, max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
     one, many = load(folder), load(sharded, num_threads=2)
-    assert torch.equal(one.embedding, many.embedding)
+    assert same(one.embedding, many.embedding)
     for ours, theirs in zip(one.layers, many.layers, strict=True):
-        assert torch.equal(ours.qkv, theirs.qkv)
-        assert torch.equal(ours.down, theirs.down)
+        assert same(ours.qkv, theirs.qkv)
+        assert same(ours.down, theirs.down)
 
 
 def test_progress_counts_every_byte_once(folder):
@@ -81,16 +108,6 @@ def test_progress_counts_every_byte_once(folder):
     num_bytes = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     assert seen[-1] == (num_bytes, num_bytes)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-
-
-def test_loading_leaves_the_number_of_threads_alone(folder):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        load(folder, num_threads=3)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_an_error_in_the_progress_bar_stops_the_load(folder):
@@ -110,16 +127,15 @@ def test_peak_memory_is_the_weights_and_a_buffer(tmp_path):
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
     measured = run_python(
         f"""
-        import resource, torch
-        from pathlib import Path
+        import resource
         from fastserve.models.checkpoint import Checkpoint
         from fastserve.models.resolve import resolve
+        from fastserve.models.tensors import DType
         from fastserve.models.weights import load_weights
         source = resolve({str(folder)!r})
-        torch.empty(1).fill_(1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         checkpoint = Checkpoint.from_folder(source.path)
-        weights = load_weights(checkpoint, source.config(), torch.float32, num_threads=2)
+        weights = load_weights(checkpoint, source.config(), DType.FLOAT32, num_threads=2)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(weights.num_bytes() >> 20, (after - before) >> 10)
         """
@@ -139,6 +155,44 @@ def run_python(script: str) -> str:
         cwd=Path(__file__).resolve().parent.parent,
         env=environment,
     ).stdout
+
+
+def test_loads_without_torch(folder):
+    """SmolLM2, and a folder, in a process that cannot import it."""
+    printed = run_python(
+        f"""
+        import sys
+        sys.modules["torch"] = None
+        from fastserve.models import checkpoint, dequant, packed, weights
+        from fastserve.models.resolve import resolve
+        from fastserve.models.tensors import DType
+        smollm2, folder = resolve("smollm2"), resolve({str(folder)!r})
+        for packing in weights.Packing:
+            loaded = weights.load_weights(
+                checkpoint.Checkpoint.from_gguf(smollm2.gguf), smollm2.config(), DType.FLOAT32,
+                packing=packing, num_threads=2)
+            print(loaded.embedding.weight.formats[0], loaded.num_bytes())
+        for dtype in DType:
+            loaded = weights.load_weights(
+                checkpoint.Checkpoint.from_folder(folder.path), folder.config(), dtype)
+            print(loaded.dtype, loaded.layers[0].down.dtype)
+        """
+    )
+    assert printed.split() == [
+        *("Q8_0", "96576768", "F32", "538060032"),
+        *("float32", "float32", "bfloat16", "uint16"),
+    ]
+
+
+def test_a_broken_record_asks_for_no_memory(copy):
+    """Refused by its shapes, of which the first would take 64 TiB."""
+    settings = json.loads((copy / "config.json").read_text())
+    settings |= {"vocab_size": 1 << 24, "hidden_size": 1 << 20}
+    (copy / "config.json").write_text(json.dumps(settings))
+    assert error_of(copy) == (
+        "MODEL/model.safetensors: tensor model.embed_tokens.weight has shape [320, 64], the "
+        "architecture wants [16777216, 1048576]"
+    )
 
 
 def error_of(folder: Path) -> str:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from fastserve._core import cpu
 from fastserve.arena import PlanView
 from fastserve.text.detokenizer import TokenTable
 
@@ -53,6 +53,7 @@ class ToyRunner:
 
     device = "toy"
     vocab_size = VOCAB_SIZE
+    pool = cpu.Pool(2)
 
     def __init__(self, max_positions: int = 256, eos_token_ids: Sequence[int] = (EOS,)) -> None:
         self.config = SimpleNamespace(
@@ -72,7 +73,7 @@ class ToyRunner:
         self.block_tables = block_tables
         self.memory = np.full((num_blocks, block_size), -9, dtype=np.int64)
 
-    def forward(self, plan: PlanView, last_samples: NDArray[np.int32]) -> torch.Tensor:
+    def forward(self, plan: PlanView, last_samples: NDArray[np.int32]) -> NDArray[np.float32]:
         self.num_forwards += 1
         self.on_forward(plan)
         for source, into in plan.copies.tolist():
@@ -86,8 +87,8 @@ class ToyRunner:
             for at in plan.out_rows.tolist()
         ]
         if not rows:
-            return torch.empty(0, VOCAB_SIZE)
-        return torch.from_numpy(np.stack(rows))
+            return np.empty((0, VOCAB_SIZE), dtype=np.float32)
+        return np.stack(rows)
 
     def _attend(self, slot: int, length: int) -> NDArray[np.float32]:
         blocks = self.block_tables[slot, : -(-length // self.block_size)]

@@ -38,7 +38,10 @@ _INSTRUCTION_SETS = {
     "bf16": "BF16",
     "sve": "SVE",
 }
-_PURPOSES = {"torch": "to run models", "server": "for fastserve serve"}
+_PURPOSES = {
+    "torch": "for CUDA, and for bfloat16 on processors that multiply it",
+    "server": "for fastserve serve",
+}
 _LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn")
 
 
@@ -69,7 +72,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at everything. Takes a second or two, because torch is imported."""
+    """Look at everything."""
     report = Report()
     for title, look in (
         ("versions", _versions),

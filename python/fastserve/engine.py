@@ -132,7 +132,7 @@ class Engine:
             # The core's own tables are those of the step planned last, not of the step being run.
             self._block_tables = np.zeros_like(self._core.block_tables)
         runner.allocate_kv(self.core_config["num_blocks"], config.block_size, self._block_tables)
-        self._sampler = Sampler(self.core_config["max_num_seqs"], runner.vocab_size)
+        self._sampler = Sampler(self.core_config["max_num_seqs"], runner.vocab_size, runner.pool)
         self._eos_token_ids = tuple(runner.config.eos_token_ids)
         layout, num_words = self._core.layout, self._core.plan_words
         arenas = [Arena(layout, num_words) for _ in range(self._max_in_flight + 1)]

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
 
 from fastserve.config import EngineConfig, EngineOptions
 from fastserve.errors import EngineDeadError, RequestError
-from fastserve.extras import require
 from fastserve.interrupts import deferred_interrupts
 from fastserve.models.resolve import check_name
 from fastserve.progress import LoadingBar, generating
@@ -67,7 +66,6 @@ class LLM:
         ModelError: There is no such model, or it cannot be run.
         ConfigError: Names every bad option.
         TypeError: An option that is not known, with the nearest that is.
-        ImportError: torch is not installed; says how to install it.
     """
 
     def __init__(
@@ -75,8 +73,7 @@ class LLM:
     ) -> None:
         config = EngineConfig.from_keywords("LLM", dict(options))
         check_name(model)
-        require("LLM", "torch")
-        from fastserve.engine import Engine  # Late: it imports torch.
+        from fastserve.engine import Engine  # Late: importing fastserve costs nothing.
 
         self._set_up(Engine.load(model, config, progress=progress))
 

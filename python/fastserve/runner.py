@@ -7,27 +7,24 @@ blocks, and logits for a plan. Before layer 0 a runner applies the plan's copies
 
 from __future__ import annotations
 
-from typing import Final, Protocol, TypeAlias
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import Protocol
 
 from fastserve import host
+from fastserve._core import cpu
 from fastserve.arena import PlanView, Words
 from fastserve.errors import ModelError
-from fastserve.kernels.cpu import CpuKernels, as_array, empty_kv
+from fastserve.extras import missing
+from fastserve.kernels.pool import make_pool, multiplies_bfloat16
 from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.config import DecoderConfig
-from fastserve.models.decoder import Decoder, KvCache
+from fastserve.models.memory import KvCache, Logits, empty_kv
+from fastserve.models.native import NativeDecoder
 from fastserve.models.resolve import ModelSource
+from fastserve.models.rope import rope_table
+from fastserve.models.tensors import DType
 from fastserve.models.weights import DecoderWeights, Packing, Progress, load_weights
 
-Logits: TypeAlias = Tensor
-"""float32 ``[num_outputs, vocab_size]``, valid until the runner's next step."""
-
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+__all__ = ["CpuRunner", "Logits", "Runner"]
 
 
 class Runner(Protocol):
@@ -37,11 +34,13 @@ class Runner(Protocol):
         config: The architecture.
         vocab_size: Columns of the logits.
         device: Where it runs: ``cpu``, ``cuda:0``.
+        pool: Threads that sampling on the CPU shares out its rows to.
     """
 
     config: DecoderConfig
     vocab_size: int
     device: str
+    pool: cpu.Pool
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory that one block takes, over all layers."""
@@ -57,13 +56,19 @@ class Runner(Protocol):
         """
 
 
+class _Decoder(Protocol):
+    """What computes a step. ``NativeDecoder`` documents it."""
+
+    def forward(self, plan: PlanView, last_samples: Words, cache: KvCache) -> Logits: ...
+
+
 class CpuRunner:
     """A model on the CPU. One thread at a time steps it.
 
     Args:
         config: The architecture.
-        weights: In the dtype that is computed in.
-        kernels: Our kernels' pool of threads.
+        weights: Packed for our products; not packed, they are multiplied by torch.
+        pool: Threads that compute.
         kv_dtype: What keys and values are stored as.
     """
 
@@ -73,15 +78,15 @@ class CpuRunner:
         self,
         config: DecoderConfig,
         weights: DecoderWeights,
-        kernels: CpuKernels,
-        kv_dtype: torch.dtype,
+        pool: cpu.Pool,
+        kv_dtype: DType,
     ) -> None:
         self.config = config
         self.vocab_size = config.vocab_size
-        self.kernels = kernels
+        self.pool = pool
         self.kv_dtype = kv_dtype
-        self._decoder = Decoder(config, weights, kernels)
-        self._kv: Tensor | None = None
+        self.weights = weights
+        self._decoder = _decoder(config, weights, pool)
         self._cache: KvCache | None = None
 
     @classmethod
@@ -96,14 +101,11 @@ class CpuRunner:
     ) -> CpuRunner:
         """Read a model's weights.
 
-        Sets the number of torch's threads, which is one number for the whole process: 1 where
-        products are ours.
-
         Args:
             source: From :func:`fastserve.models.resolve.resolve`.
             dtype: ``float32`` or ``bfloat16``, which weights are converted to. ``auto``: weights
                 stay in the file's format where a kernel knows it; bfloat16 is computed in where
-                the file has it and the CPU multiplies it natively, otherwise float32.
+                the file has it and torch multiplies it natively, otherwise float32.
             kv_cache_dtype: The same for keys and values; ``auto`` is what is computed in.
             num_threads: Threads that compute. By default one for each core that may be used.
             progress: Called as the weights come in.
@@ -114,32 +116,29 @@ class CpuRunner:
         config = source.config()
         checkpoint = _checkpoint(source)
         threads = num_threads or host.cpus().num_usable
-        kernels = CpuKernels(threads)
-        computed = _auto_dtype(checkpoint, kernels) if dtype == "auto" else DTYPES[dtype]
-        packing = _packing(dtype, computed, kernels)
-        # Where products are ours, torch's threads would only wait, spinning, on the cores of ours.
-        torch.set_num_threads(threads if packing is None else 1)
-        stored = computed if kv_cache_dtype == "auto" else DTYPES[kv_cache_dtype]
+        pool = make_pool(threads)
+        computed = _auto_dtype(checkpoint, pool) if dtype == "auto" else DType(dtype)
+        stored = computed if kv_cache_dtype == "auto" else DType(kv_cache_dtype)
         _check_heads(config, stored, source)
         weights = load_weights(
             checkpoint,
             config,
             computed,
-            packing=packing,
+            packing=_packing(dtype, computed, pool),
             num_threads=threads,
             progress=progress,
         )
-        return cls(config, weights, kernels, stored)
+        return cls(config, weights, pool, stored)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> DType:
         """What is computed in."""
-        return self._decoder.dtype
+        return self.weights.dtype
 
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights take."""
-        return self._decoder.weights.num_bytes()
+        return self.weights.num_bytes()
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory that one block takes, over all layers."""
@@ -149,63 +148,63 @@ class CpuRunner:
     def allocate_kv(self, num_blocks: int, block_size: int, block_tables: Words) -> None:
         """Make the cache. The memory is taken only where it is used."""
         config = self.config
-        self._kv = empty_kv(
-            config.num_layers,
-            num_blocks,
-            block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            self.kv_dtype,
-        )
-        table = self._decoder.rope_table(block_tables.shape[1] * block_size)
+        num_positions = block_tables.shape[1] * block_size
         self._cache = KvCache(
-            layers=[as_array(layer) for layer in self._kv],
+            kv=empty_kv(
+                config.num_layers,
+                num_blocks,
+                block_size,
+                config.num_kv_heads,
+                config.head_dim,
+                self.kv_dtype,
+            ),
             block_tables=block_tables,
-            cos_sin=as_array(table),
+            cos_sin=rope_table(
+                config.rope, config.head_dim, num_positions, self.weights.rope_divisors
+            ),
         )
 
-    @torch.inference_mode()
     def forward(self, plan: PlanView, last_samples: Words) -> Logits:
         """Run one step: copies, then the decoder."""
-        if self._cache is None or self._kv is None:
+        if self._cache is None:
             raise RuntimeError("allocate_kv comes before the first step")
         if len(plan.copies_out) or len(plan.copies_in):
             raise RuntimeError("the plan copies blocks to or from another tier; there is none here")
-        if len(plan.copies):
-            copies = torch.from_numpy(plan.copies.astype(np.int64))
-            self._kv.index_copy_(1, copies[:, 1], self._kv.index_select(1, copies[:, 0]))
-        token_ids = torch.from_numpy(known_tokens(plan.token_ids, last_samples))
-        return self._decoder.forward(token_ids, plan, self._cache)
+        return self._decoder.forward(plan, last_samples, self._cache)
 
 
-def _auto_dtype(checkpoint: Checkpoint, kernels: CpuKernels) -> torch.dtype:
+def _decoder(config: DecoderConfig, weights: DecoderWeights, pool: cpu.Pool) -> _Decoder:
+    if weights.is_packed:
+        return NativeDecoder(config, weights, pool)
+    from fastserve.models.torch_decoder import on_cpu  # Late: it imports torch.
+
+    return on_cpu(config, weights, pool)
+
+
+def _torch_multiplies(pool: cpu.Pool) -> bool:
+    """Whether torch is here and has instructions for bfloat16 that our products do not use yet."""
+    return multiplies_bfloat16(pool) and not missing("torch")
+
+
+def _auto_dtype(checkpoint: Checkpoint, pool: cpu.Pool) -> DType:
     """The file's own format where that is fast, and otherwise one that loses nothing of it."""
-    as_stored = checkpoint.main_format() == "BF16" and kernels.isa.endswith("bf16")
-    return torch.bfloat16 if as_stored else torch.float32
+    as_stored = checkpoint.main_format() == "BF16" and _torch_multiplies(pool)
+    return DType.BFLOAT16 if as_stored else DType.FLOAT32
 
 
-def _packing(dtype: str, computed: torch.dtype, kernels: CpuKernels) -> Packing | None:
-    """Our own products, except where torch has instructions that ours do not use yet."""
-    if computed == torch.bfloat16 and kernels.isa.endswith("bf16"):
+def _packing(dtype: str, computed: DType, pool: cpu.Pool) -> Packing | None:
+    """Our own products, except where torch's are faster."""
+    if computed is DType.BFLOAT16 and _torch_multiplies(pool):
         return None
     return Packing.AS_STORED if dtype == "auto" else Packing.AS_COMPUTED
 
 
-def _check_heads(config: DecoderConfig, kv_dtype: torch.dtype, source: ModelSource) -> None:
+def _check_heads(config: DecoderConfig, kv_dtype: DType, source: ModelSource) -> None:
     """Refuse heads that the kernels do not take, before gigabytes are read."""
     try:
         empty_kv(1, 1, 16, config.num_kv_heads, config.head_dim, kv_dtype)
     except ValueError as error:
         raise ModelError(f"{source.path}: the CPU kernels cannot run this model: {error}") from None
-
-
-def known_tokens(token_ids: Words, last_samples: Words) -> NDArray[np.int64]:
-    """Token ids with every −1 − slot replaced by that slot's last sample."""
-    known = token_ids.astype(np.int64)
-    unknown = np.flatnonzero(known < 0)
-    if unknown.size:
-        known[unknown] = last_samples[-1 - known[unknown]]
-    return known
 
 
 def _checkpoint(source: ModelSource) -> Checkpoint:

@@ -12,7 +12,8 @@ its logits and its plan. In vLLM's order:
 4. greedy rows take the best token (the lowest id of equals), the others draw
    (:mod:`fastserve.draw`), with bits named by seed, sequence index and position alone.
 
-A step of greedy rows without any of it is one ``argmax``.
+The row work is Rust's (``rust/cpu/src/sampling``); a step of greedy rows without any of the rest is
+one pass over its logits.
 
 Nothing here is undone when a step fails: a rolled-back sequence gets its slot again through an
 event, which brings its tokens and so resets what was counted.
@@ -24,20 +25,19 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from fastserve._core import cpu
 from fastserve.arena import EventWord, OutputKind, PlanView, SlotEventKind
-from fastserve.draw import candidates, draw_token
+from fastserve.draw import draw_tokens
 from fastserve.logprobs import RowLogprobs, row_logprobs
-from fastserve.philox import draw_bits
 from fastserve.sampling_record import SlotStates
 
 __all__ = ["ALL_MASKED", "NOT_FINITE", "SampleResult", "Sampler", "ScoredToken"]
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 NOT_FINITE: Final = -1
 """Count of a row whose logits have NaN or an infinity: the raw ones, or those made of them."""
@@ -70,7 +70,7 @@ class SampleResult:
     Attributes:
         counts: Tokens appended a row: 1 for a sample, 0 for a score; a row that failed has
             :data:`NOT_FINITE` or :data:`ALL_MASKED`.
-        tokens: The sampled token a row.
+        tokens: The sampled token a row; of no meaning where the count is not 1.
         logprobs: Of the sampled tokens, by output row, where they were asked for.
         scores: Of prompt tokens, where they were asked for.
     """
@@ -84,13 +84,19 @@ class SampleResult:
 class Sampler:
     """Holds sampling state per row slot; samples step after step, in the order of the steps.
 
+    Args:
+        max_num_seqs: Row slots.
+        vocab_size: Columns of the logits.
+        pool: Threads to share out rows to. ``None``: the caller's alone.
+
     Attributes:
         last_samples: ``[max_num_seqs]`` the token each slot sampled last: what a plan means by
             −1 − slot.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, pool: cpu.Pool | None = None) -> None:
         self.vocab_size = vocab_size
+        self._pool = pool or cpu.Pool(1)
         self.last_samples: Ints = np.zeros(max_num_seqs, dtype=np.int32)
         self._slots = SlotStates(max_num_seqs)
         self._score_tokens: dict[int, Ints] = {}
@@ -127,92 +133,79 @@ class Sampler:
             self._seen[slot] = False
             self._seen[slot, known] = True
 
-    def sample(self, logits: Tensor, plan: PlanView) -> SampleResult:
+    def sample(self, logits: Floats, plan: PlanView) -> SampleResult:
         """Sample `plan`'s output rows from `logits`, float32 ``[num_outputs, vocab_size]``."""
         num = plan.num_outputs
-        result = SampleResult(np.ones(num, dtype=np.int32), np.zeros(num, dtype=np.int32))
         if num == 0:
-            return result
-        finite = _finite_rows(logits)
+            return SampleResult(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
+        tokens, best, finite = cpu.best_tokens(self._pool, logits)
+        result = SampleResult(np.ones(num, dtype=np.int32), tokens)
         result.counts[~finite] = NOT_FINITE
         sampled = plan.out_kinds == OutputKind.SAMPLE
         if not sampled.all():
             self._score(logits, plan, result, finite)
-            sampled &= finite
-            rows = np.flatnonzero(sampled)
-        else:
-            rows = np.flatnonzero(finite)
-        slots = plan.out_slots[rows]
-        # numpy's argmax, which takes the first of equals as torch's does, is ten times as fast.
-        result.tokens[rows] = logits.numpy().argmax(axis=1)[rows]
-        self._sample_others(logits, plan, result, rows)
+        rows = np.flatnonzero(sampled & finite)
+        self._sample_others(logits, best, plan, result, rows)
         kept = rows[result.counts[rows] > 0]
-        self._remember(plan.out_slots[kept], result.tokens[kept])
-        wanted = rows[(self._slots.num_logprobs[slots] >= 0) & (result.counts[rows] > 0)]
+        slots = plan.out_slots[kept]
+        self._remember(slots, result.tokens[kept])
+        wanted = kept[self._slots.num_logprobs[slots] >= 0]
         if len(wanted):
             num_best = self._slots.num_logprobs[plan.out_slots[wanted]]
-            found = row_logprobs(logits, wanted, result.tokens[wanted], num_best)
+            found = row_logprobs(self._pool, logits, wanted, result.tokens[wanted], num_best)
             result.logprobs.update(zip(wanted.tolist(), found, strict=True))
         return result
 
     def _sample_others(
-        self, logits: Tensor, plan: PlanView, result: SampleResult, rows: Rows
+        self, logits: Floats, best: Floats, plan: PlanView, result: SampleResult, rows: Rows
     ) -> None:
         """Overwrite the tokens of those of `rows` that are not just the best raw logit."""
         state = self._slots
         slots = plan.out_slots[rows]
-        others = rows[state.adjusts[slots] | ~state.greedy[slots]]
-        if not len(others):
-            return
-        slots = plan.out_slots[others]
-        positions = plan.positions[plan.out_rows[others]] + 1
-        adjusted: NDArray[np.float32] = logits.numpy()[others]
-        self._adjust(adjusted, slots, positions)
-        result.tokens[others] = adjusted.argmax(axis=1)
-        best = self._best_scaled(adjusted, slots)
-        alive = np.isfinite(best)
-        result.counts[others[~alive]] = np.where(best[~alive] == _MASKED, ALL_MASKED, NOT_FINITE)
-        self._draw(adjusted, result, others, np.flatnonzero(~state.greedy[slots] & alive), plan)
-
-    def _best_scaled(self, logits: NDArray[np.float32], slots: Ints) -> NDArray[np.float32]:
-        """Each row's best logit, over the temperature where one is drawn with.
-
-        Only this one need be finite: NaN and +inf come first in a row, and what falls to -inf
-        beside it is not taken. What is not finite raises nothing, because it ends its row alone.
-        """
-        state = self._slots
-        divisors = np.where(state.greedy[slots], np.float32(1), state.temperature[slots])
-        with np.errstate(over="ignore"):
-            best: NDArray[np.float32] = logits.max(axis=1) / divisors
-        return best
+        adjusts = state.adjusts[slots]
+        drawn = rows[~state.greedy[slots] & ~adjusts]
+        if len(drawn):
+            self._draw(logits, drawn, best[drawn], plan, result, drawn)
+        changed = rows[adjusts]
+        if len(changed):
+            adjusted = logits[changed]
+            self._adjust(adjusted, plan.out_slots[changed], _next_positions(plan, changed))
+            tokens, best, _ = cpu.best_tokens(self._pool, adjusted)
+            result.tokens[changed] = tokens
+            self._draw(adjusted, np.arange(len(changed)), best, plan, result, changed)
 
     def _draw(
         self,
-        logits: NDArray[np.float32],
-        result: SampleResult,
+        logits: Floats,
         rows: Rows,
-        drawn: Rows,
+        best: Floats,
         plan: PlanView,
+        result: SampleResult,
+        outputs: Rows,
     ) -> None:
-        """Draw for the `drawn` of `rows`; `logits` has a row for each of `rows`."""
-        state = self._slots
-        outputs = rows[drawn]
-        slots = plan.out_slots[outputs]
-        positions = plan.positions[plan.out_rows[outputs]] + 1
-        bits = draw_bits(state.seeds[slots], state.sequence_indices[slots], positions)
-        for row, output, slot, row_bits in zip(
-            drawn.tolist(), outputs.tolist(), slots.tolist(), bits.tolist(), strict=True
-        ):
-            kept = candidates(
-                logits[row],
-                temperature=float(state.temperature[slot]),
-                top_k=int(state.top_k[slot]),
-                top_p=float(state.top_p[slot]),
-                min_p=float(state.min_p[slot]),
-            )
-            result.tokens[output] = draw_token(kept, row_bits)
+        """Draw for those of the output rows `outputs` that are not greedy.
 
-    def _adjust(self, logits: NDArray[np.float32], slots: Ints, positions: Ints) -> None:
+        The logits of each are one of `rows` of `logits`, and its best one is in `best`. Only this
+        one need be finite over the temperature: NaN and +inf come first in a row, and what falls to
+        -inf beside it is not taken. What is not finite raises nothing, because it ends its row
+        alone.
+        """
+        state = self._slots
+        slots = plan.out_slots[outputs]
+        divisors = np.where(state.greedy[slots], np.float32(1), state.temperature[slots])
+        with np.errstate(over="ignore"):
+            scaled = best / divisors
+        alive = np.isfinite(scaled)
+        dead = ~alive
+        result.counts[outputs[dead]] = np.where(scaled[dead] == _MASKED, ALL_MASKED, NOT_FINITE)
+        drawn = np.flatnonzero(alive & ~state.greedy[slots])
+        if len(drawn):
+            into = outputs[drawn]
+            result.tokens[into] = draw_tokens(
+                self._pool, logits, rows[drawn], state, slots[drawn], _next_positions(plan, into)
+            )
+
+    def _adjust(self, logits: Floats, slots: Ints, positions: Ints) -> None:
         """Masks, biases and penalties, in place; `positions` are those of the tokens to come."""
         state = self._slots
         early = positions - state.num_prompt_tokens[slots] < state.min_tokens[slots]
@@ -229,7 +222,7 @@ class Sampler:
             if state.penalized[slot]:
                 self._penalize(values, slot)
 
-    def _penalize(self, logits: NDArray[np.float32], slot: int) -> None:
+    def _penalize(self, logits: Floats, slot: int) -> None:
         """Penalties touch only tokens that the sequence has, so only those are looked at."""
         state = self._slots
         tokens = np.flatnonzero(self._seen[slot])
@@ -251,7 +244,7 @@ class Sampler:
             self._seen[slots, tokens] = True
 
     def _score(
-        self, logits: Tensor, plan: PlanView, result: SampleResult, finite: NDArray[np.bool_]
+        self, logits: Floats, plan: PlanView, result: SampleResult, finite: NDArray[np.bool_]
     ) -> None:
         scored = plan.out_kinds == OutputKind.SCORE
         others = ~scored & (plan.out_kinds != OutputKind.SAMPLE)
@@ -261,7 +254,7 @@ class Sampler:
         rows = np.flatnonzero(scored & finite)
         result.counts[rows] = 0
         slots = plan.out_slots[rows]
-        positions = plan.positions[plan.out_rows[rows]] + 1
+        positions = _next_positions(plan, rows)
         tokens = np.fromiter(
             (
                 self._score_tokens[slot][position]
@@ -270,16 +263,13 @@ class Sampler:
             dtype=np.int32,
             count=len(rows),
         )
-        found = row_logprobs(logits, rows, tokens, self._slots.num_prompt_logprobs[slots])
+        num_best = self._slots.num_prompt_logprobs[slots]
+        found = row_logprobs(self._pool, logits, rows, tokens, num_best)
         result.scores.extend(
             map(ScoredToken, self._slots.request_ids[slots].tolist(), positions.tolist(), found)
         )
 
 
-def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
-    """Which rows have neither NaN nor an infinity. One cheap pass where all is well."""
-    sums = logits.sum(dim=1)
-    if bool(torch.isfinite(sums).all()):
-        return np.ones(len(logits), dtype=np.bool_)
-    finite: NDArray[np.bool_] = torch.isfinite(logits).all(dim=1).numpy()
-    return finite
+def _next_positions(plan: PlanView, outputs: Rows) -> Ints:
+    """The position of the token that follows each of the output rows `outputs`."""
+    return plan.positions[plan.out_rows[outputs]] + 1

@@ -4,13 +4,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Decoder",
+    "Layer",
     "Packed",
     "Pool",
     "Weight",
     "available_isas",
+    "best_tokens",
+    "decode",
     "detect_isa",
+    "draw_bits",
+    "draw_tokens",
     "kv_layer_shape",
     "kv_shape",
+    "philox4x32",
+    "row_logprobs",
     "weight_formats",
 ]
 
@@ -27,6 +35,30 @@ def kv_layer_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int]: ...
 def weight_formats() -> list[str]: ...
+def decode(format: str, blocks: NDArray[np.uint8], out: _Array) -> None: ...
+def best_tokens(
+    pool: Pool, logits: NDArray[np.float32]
+) -> tuple[_Words, NDArray[np.float32], NDArray[np.bool_]]: ...
+def draw_tokens(
+    pool: Pool,
+    logits: NDArray[np.float32],
+    rows: _Words,
+    *,
+    temperature: NDArray[np.float32],
+    top_k: _Words,
+    top_p: NDArray[np.float32],
+    min_p: NDArray[np.float32],
+    bits: NDArray[np.uint64],
+) -> _Words: ...
+def row_logprobs(
+    pool: Pool, logits: NDArray[np.float32], rows: _Words, chosen: _Words, num_best: _Words
+) -> list[tuple[int, list[int], list[float]]]: ...
+def draw_bits(
+    seeds: NDArray[np.uint64], sequence_indices: _Words, positions: _Words
+) -> NDArray[np.uint64]: ...
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]: ...
 
 @final
 class Packed:
@@ -42,6 +74,61 @@ class Weight:
     def num_bytes(self) -> int: ...
     @property
     def formats(self) -> list[str]: ...
+
+@final
+class Layer:
+    def __new__(
+        cls,
+        *,
+        attention_norm: _Array,
+        qkv: Weight,
+        output: Weight,
+        mlp_norm: _Array,
+        gate_up: Weight,
+        down: Weight,
+        window: int = 0,
+        qkv_bias: _Array | None = None,
+        q_norm: _Array | None = None,
+        k_norm: _Array | None = None,
+        output_bias: _Array | None = None,
+        gate_up_bias: _Array | None = None,
+        down_bias: _Array | None = None,
+    ) -> Layer: ...
+
+@final
+class Decoder:
+    def __new__(
+        cls,
+        *,
+        bfloat16: bool,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        attention_scale: float,
+        embedding: Weight,
+        layers: list[Layer],
+        norm: _Array,
+        lm_head: Weight,
+    ) -> Decoder: ...
+    def forward(
+        self,
+        pool: Pool,
+        kv: _Array,
+        logits: NDArray[np.float32],
+        *,
+        token_ids: _Words,
+        last_samples: _Words,
+        positions: _Words,
+        slot_mapping: _Words,
+        row_slots: _Words,
+        query_indptr: _Words,
+        seq_lens: _Words,
+        block_tables: _Words,
+        out_rows: _Words,
+        copies: _Words,
+        cos_sin: _Array,
+    ) -> None: ...
 
 @final
 class Pool:

@@ -38,7 +38,7 @@ def check_needs(command: str, model: str, *extras: str) -> None:
     from fastserve.models.resolve import check_name  # Late: numpy, which --help does without.
 
     check_name(model)
-    require(command, "torch", *extras)
+    require(command, *extras)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def loaded(model: str, options: dict[str, Any]) -> Iterator[AsyncEngine]:
     hidden = not stderr.is_terminal
     with Progress(*columns, console=stderr, transient=True, disable=hidden) as bar:
         task = bar.add_task(f"loading {_short(model)}", total=None)
-        from fastserve.async_engine import AsyncEngine  # Late, and while something moves: torch.
+        from fastserve.async_engine import AsyncEngine  # Late, and while something moves.
 
         def progress(num_done: int, num_total: int) -> None:
             bar.update(task, completed=num_done, total=num_total)

@@ -9,7 +9,6 @@ The layout of a KV block is described in ``rust/cpu/src/layout.rs``; here a bloc
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,43 +19,22 @@ from fastserve._core import cpu
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastserve.models.packed import PackedMatrix
-
     Indices = NDArray[np.int32]
     Array = torch.Tensor | NDArray[np.float32] | NDArray[np.uint16]
 
-ISA_VARIABLE = "FASTSERVE_CPU_ISA"
-"""Environment variable that overrides the instruction set that is found."""
-
-KV_DTYPES = (torch.float32, torch.bfloat16)
-"""What keys and values may be stored as."""
-
 
 class CpuKernels:
-    """One pool of threads and the kernels that it runs.
+    """The kernels that run on a pool of threads.
 
     Threads sleep when no kernel runs, and spin only for microseconds before that, so torch's own
     threads are not disturbed. Results do not depend on the number of threads.
 
     Args:
-        num_threads: Threads that compute, the caller's own included. ``None``: as many as torch.
-        isa: Instruction set: one of ``available_isas()``. ``None``: what ``FASTSERVE_CPU_ISA``
-            says, otherwise the best of this machine.
+        pool: From :func:`fastserve.kernels.pool.make_pool`.
     """
 
-    def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
-        isa = isa or os.environ.get(ISA_VARIABLE) or None
-        self._pool = cpu.Pool(num_threads or torch.get_num_threads(), isa)
-
-    @property
-    def num_threads(self) -> int:
-        """Threads that compute, the caller's own included."""
-        return self._pool.num_threads
-
-    @property
-    def isa(self) -> str:
-        """Instruction set that the kernels use."""
-        return self._pool.isa
+    def __init__(self, pool: cpu.Pool) -> None:
+        self._pool = pool
 
     def rms_norm(
         self,
@@ -76,42 +54,24 @@ class CpuKernels:
         self._pool.rms_norm(as_array(x), as_array(weight), eps, as_array(out), carried)
         return out
 
-    def prepare(self, tensor: torch.Tensor) -> Array:
-        """The tensor's memory as a numpy array, to make once and pass on often."""
-        return as_array(tensor)
-
     def linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor | PackedMatrix,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """``x @ weight.T + bias`` into ``out``, which may be wider than what is computed in.
 
-        A packed weight is multiplied by our kernel: an element's bits depend on its row and its
-        column alone. A tensor goes through torch, which picks its way by the number of rows.
+        It is torch's, which picks its way by the number of rows.
         """
-        if not isinstance(weight, torch.Tensor):
-            carried = None if bias is None else as_array(bias)
-            self._pool.linear(as_array(x), weight.weight, as_array(out), carried)
-        elif out.dtype != x.dtype:
+        if out.dtype != x.dtype:
             out.copy_(torch.nn.functional.linear(x, weight, bias))
         elif bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(bias, x, weight.t(), out=out)
         return out
-
-    def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor | PackedMatrix, out: torch.Tensor
-    ) -> None:
-        """``weight[token_ids]`` into ``out``."""
-        if isinstance(weight, torch.Tensor):
-            torch.index_select(weight, 0, token_ids, out=out)
-        else:
-            ids = token_ids.numpy().astype(np.int32)
-            self._pool.gather(weight.weight, ids, as_array(out))
 
     def silu_mul(self, gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """``silu(gate) * up``, where a row of ``gate_up`` is the gate's half, then up's."""
@@ -143,7 +103,7 @@ class CpuKernels:
             positions: Of each token; a row of ``cos_sin``.
             slot_mapping: ``block * block_size + offset`` of each token; -1 stores nothing.
             cos_sin: float32 ``[positions, rotary_dim]``: cosines, then sines.
-            kv_layer: One layer of :func:`empty_kv`.
+            kv_layer: One layer of :func:`fastserve.models.memory.empty_kv`.
             q_norm: Weight of an RMS norm over each head of ``q`` before the rotation.
             k_norm: The same for ``k``.
             norm_eps: Epsilon of both.
@@ -179,7 +139,7 @@ class CpuKernels:
 
         Args:
             q: ``[tokens, heads, head_dim]``.
-            kv_layer: One layer of :func:`empty_kv`.
+            kv_layer: One layer of :func:`fastserve.models.memory.empty_kv`.
             block_tables: ``[slots, max_blocks]``, block ids of each row slot in order.
             row_slots: The block table of each row.
             query_indptr: Row i owns ``q[query_indptr[i]:query_indptr[i + 1]]``.
@@ -204,26 +164,6 @@ class CpuKernels:
             softcap=softcap,
         )
         return out
-
-
-def empty_kv(
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """KV of all layers, untouched memory: axis 0 is the layer, axis 1 the block.
-
-    numpy allocates it, since it asks for huge pages, which torch does not.
-    """
-    if dtype not in KV_DTYPES:
-        raise ValueError(f"dtype: got {dtype}, want one of {', '.join(map(str, KV_DTYPES))}")
-    shape = cpu.kv_shape(num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-    if dtype == torch.bfloat16:
-        return torch.from_numpy(np.empty(shape, np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(np.empty(shape, np.float32))
 
 
 def as_array(tensor: Array) -> NDArray[np.float32] | NDArray[np.uint16]:

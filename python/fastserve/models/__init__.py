@@ -3,8 +3,9 @@
 - ``resolve``: a path, ``smollm2`` or a hub id → files.
 - ``config``, filled by ``hf_config`` or ``gguf_config``: the architecture record.
 - ``safetensors_file``, ``gguf_file``: headers, read into ``tensors``.
-- ``checkpoint``, ``dequant``, ``weights``: numbers into fused matrices. These need torch.
-- ``decoder``: the forward pass.
+- ``checkpoint``, ``dequant``, ``packed``, ``weights``: numbers into fused matrices.
+- ``native``: the forward pass. ``rope`` and ``memory`` are what it needs beside weights.
+- ``torch_decoder``, ``torch_weights``: the same on torch tensors. Nothing else here needs torch.
 
 Nothing is imported here, so that a name can be resolved and a tokenizer made without torch.
 """

@@ -14,19 +14,18 @@ from io import FileIO
 from pathlib import Path
 from typing import Final, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from fastserve.errors import ModelError
 from fastserve.models.dequant import decode, is_known
 from fastserve.models.gguf_file import GgufFile
 from fastserve.models.safetensors_file import tensors_in_folder
-from fastserve.models.tensors import TensorInfo
+from fastserve.models.tensors import Array, DType, TensorInfo
 
 Advance: TypeAlias = Callable[[int], None]
 
 _CHUNK_ELEMENTS: Final = 1 << 20
-_SAME: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _HF_TOP: Final = {
     "embedding": "model.embed_tokens",
@@ -144,8 +143,8 @@ class TensorReader:
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
         self._files: dict[Path, FileIO] = {}
-        self._raw = torch.empty(0, dtype=torch.uint8)
-        self._floats = torch.empty(0, dtype=torch.float32)
+        self._stored = _Buffer()
+        self._decoded = _Buffer()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -154,71 +153,64 @@ class TensorReader:
         for file in self._files.values():
             file.close()
 
-    def read(self, info: TensorInfo, into: Tensor) -> None:
+    def read(self, info: TensorInfo, into: Array) -> None:
         """Fill ``into``, whose elements in their logical order are the tensor's in the file's.
 
         Raises:
             ModelError: The file ends early or its number format is not known.
         """
-        layout = info.format
+        layout, dtype = info.format, DType.of(into)
         if not is_known(layout):
             raise ModelError(
                 f"{info.path}: tensor {info.name} has number format {layout.name}, which is not "
                 "supported"
             )
         file = self._open(info)
-        per_index = math.prod(into.shape[1:])
-        step = max(1, _CHUNK_ELEMENTS // per_index)
+        step = max(1, _CHUNK_ELEMENTS // math.prod(into.shape[1:]))
         for first in range(0, into.shape[0], step):
             target = into[first : first + step]
-            num_blocks = target.numel() // layout.block_elements
-            if _SAME.get(layout.name) == target.dtype and target.is_contiguous():
-                raw = target.view(-1).view(torch.uint8)
-                self._fill(file, info, raw)
+            num_bytes = target.size // layout.block_elements * layout.block_bytes
+            is_contiguous = target.flags.c_contiguous
+            if is_contiguous and layout.name == dtype.format_name:
+                self._fill(file, info, target.reshape(-1).view(np.uint8))
             else:
-                self._raw = _at_least(self._raw, num_blocks * layout.block_bytes)
-                raw = self._raw[: num_blocks * layout.block_bytes]
+                raw = self._stored.bytes(num_bytes)
                 self._fill(file, info, raw)
-                self._decode(info, raw.view(num_blocks, layout.block_bytes), target)
-            self._advance(raw.numel())
+                if is_contiguous:
+                    decode(layout, raw, target)
+                else:
+                    numbers = self._decoded.numbers(target.shape, dtype)
+                    decode(layout, raw, numbers)
+                    target[...] = numbers
+            self._advance(num_bytes)
 
-    def rows(self, info: TensorInfo, as_format: str, *, whole: bool = False) -> Iterator[Tensor]:
+    def rows(
+        self, info: TensorInfo, dtype: DType | None, *, whole: bool = False
+    ) -> Iterator[NDArray[np.uint8]]:
         """The rows of a matrix as bytes: uint8 ``[rows, bytes of a row]``, valid until the next.
 
         Args:
             info: The tensor.
-            as_format: Its own format, ``F32`` or ``BF16``.
+            dtype: What the numbers become; ``None`` leaves them in the file's format.
             whole: All rows at once.
 
         Raises:
             ModelError: The file ends early or its number format is not known.
         """
         num_rows, num_cols = info.shape
-        if info.format.name != as_format:
-            dtype = _SAME[as_format]
+        if dtype is not None and info.format.name != dtype.format_name:
             for first, count in _steps(num_rows, num_cols, whole=whole):
-                target = torch.empty(count, num_cols, dtype=dtype)
+                target = self._decoded.numbers((count, num_cols), dtype)
                 self.read(_slice(info, first, count), target)
-                yield target.view(torch.uint8)
+                yield target.view(np.uint8)
             return
         row_bytes = num_cols // info.format.block_elements * info.format.block_bytes
         file = self._open(info)
         for _, count in _steps(num_rows, num_cols, whole=whole):
-            self._raw = _at_least(self._raw, count * row_bytes)
-            raw = self._raw[: count * row_bytes]
+            raw = self._stored.bytes(count * row_bytes)
             self._fill(file, info, raw)
-            self._advance(raw.numel())
-            yield raw.view(count, row_bytes)
-
-    def _decode(self, info: TensorInfo, raw: Tensor, target: Tensor) -> None:
-        shape = (raw.shape[0], info.format.block_elements)
-        if target.dtype == torch.float32 and target.is_contiguous():
-            decode(info.format, raw, target.view(shape))
-            return
-        self._floats = _at_least(self._floats, target.numel())
-        floats = self._floats[: target.numel()]
-        decode(info.format, raw, floats.view(shape))
-        target.copy_(floats.view(target.shape))
+            self._advance(raw.size)
+            yield raw.reshape(count, row_bytes)
 
     def _open(self, info: TensorInfo) -> FileIO:
         file = self._files.get(info.path)
@@ -230,8 +222,8 @@ class TensorReader:
         file.seek(info.offset)
         return file
 
-    def _fill(self, file: FileIO, info: TensorInfo, raw: Tensor) -> None:
-        left = raw.numpy().data
+    def _fill(self, file: FileIO, info: TensorInfo, raw: NDArray[np.uint8]) -> None:
+        left = raw.data
         while left:
             count = file.readinto(left)
             if not count:
@@ -256,5 +248,16 @@ def _slice(info: TensorInfo, first: int, count: int) -> TensorInfo:
     return replace(info, shape=shape, offset=info.offset + first * row_bytes)
 
 
-def _at_least(buffer: Tensor, size: int) -> Tensor:
-    return buffer if buffer.numel() >= size else buffer.new_empty(size)
+class _Buffer:
+    """Memory that is kept from use to use; what it gives is valid until the next."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def bytes(self, size: int) -> NDArray[np.uint8]:
+        if self._memory.size < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size]
+
+    def numbers(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        return self.bytes(math.prod(shape) * dtype.itemsize).view(dtype.numpy).reshape(shape)

@@ -1,6 +1,7 @@
 """The architecture record: everything that tells one supported decoder from another.
 
-There is one decoder (``decoder.py``), written once. What differs between Llama, Mistral, Qwen2
+There is one decoder, written once for our own kernels (``native.py``) and once for torch's products
+(``torch_decoder.py``). What differs between Llama, Mistral, Qwen2
 and Qwen3 is in :class:`DecoderConfig`, which is filled from a ``config.json`` (``hf_config.py``) or
 from GGUF metadata (``gguf_config.py``). Code that runs a model never asks for its family.
 """

@@ -7,18 +7,10 @@ read as float32.
 
 from __future__ import annotations
 
-from typing import Final
-
-import torch
-
 from fastserve._core import cpu
 from fastserve.models.checkpoint import TensorReader
-from fastserve.models.tensors import TensorInfo
-
-FORMATS: Final = frozenset(cpu.weight_formats())
-"""Formats that products are computed from as they are."""
-
-_NAMES: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}
+from fastserve.models.dequant import FORMATS
+from fastserve.models.tensors import DType, TensorInfo
 
 
 class PackedRows:
@@ -29,7 +21,7 @@ class PackedRows:
         dtype: What the numbers are converted to; ``None`` leaves them in the file's format.
     """
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype | None) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: DType | None) -> None:
         self.shape = shape
         self._dtype = dtype
         self._packed: cpu.Packed | None = None
@@ -43,19 +35,17 @@ class PackedRows:
             num_paired_heads: Heads whose rows 2i and 2i + 1 in the file are rows i and
                 i + head_dim / 2 here; 0: rows are in order.
         """
-        name = info.format.name
-        if self._dtype is not None:
-            name = _NAMES[self._dtype]
-        elif name not in FORMATS:
-            name = "F32"
+        dtype = self._dtype
+        if dtype is None and info.format.name not in FORMATS:
+            dtype = DType.FLOAT32
+        name = info.format.name if dtype is None else dtype.format_name
         packed = cpu.Packed(name, *self.shape)
         first = 0
-        for rows in reader.rows(info, name, whole=num_paired_heads > 0):
-            count = rows.shape[0]
+        for rows in reader.rows(info, dtype, whole=num_paired_heads > 0):
+            count, row_bytes = rows.shape
             if num_paired_heads:
-                heads = rows.view(num_paired_heads, -1, 2, rows.shape[1])
-                rows = heads.transpose(1, 2).reshape(rows.shape)
-            packed.fill(first, rows.reshape(-1).numpy())
+                rows = rows.reshape(num_paired_heads, -1, 2, row_bytes).swapaxes(1, 2)
+            packed.fill(first, rows.reshape(-1))
             first += count
         self._packed = packed
 

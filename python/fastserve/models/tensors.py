@@ -1,17 +1,52 @@
 """What a checkpoint says about a tensor: its name, shape, number format and place in a file.
 
 Both kinds of checkpoint, safetensors and GGUF, are a header followed by raw data. Their readers
-turn the header into :class:`TensorInfo`; from there on one loader serves both. Nothing here needs
-torch.
+turn the header into :class:`TensorInfo`; from there on one loader serves both. What tensors become
+in memory is an :data:`Array` of a :class:`DType`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastserve.errors import ModelError
+
+Array: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+"""Numbers in memory. bfloat16, which numpy lacks, travels as uint16."""
+
+
+class DType(StrEnum):
+    """What is computed in. Its value is what an option of the engine calls it."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+    @classmethod
+    def of(cls, array: Array) -> DType:
+        """What an array's numbers are."""
+        return cls.BFLOAT16 if array.dtype == np.uint16 else cls.FLOAT32
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The dtype of an :data:`Array` of it."""
+        return np.dtype(np.float32 if self is DType.FLOAT32 else np.uint16)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return self.numpy.itemsize
+
+    @property
+    def format_name(self) -> str:
+        """The format of a file that has the same bytes."""
+        return "F32" if self is DType.FLOAT32 else "BF16"
 
 
 @dataclass(frozen=True, slots=True)

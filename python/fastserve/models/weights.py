@@ -25,15 +25,16 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from fastserve.errors import ModelError
 from fastserve.models.checkpoint import Checkpoint, TensorReader
 from fastserve.models.config import DecoderConfig
 from fastserve.models.packed import PackedMatrix, PackedRows
+from fastserve.models.tensors import Array, DType
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes read so far and all there are to read: from any thread, one at a time."""
@@ -48,8 +49,8 @@ class Packing(Enum):
     """The dtype that is computed in."""
 
 
-Matrix: TypeAlias = Tensor | PackedMatrix
-"""A projection: a tensor for torch, or packed for the CPU's product kernels."""
+Matrix: TypeAlias = Array | PackedMatrix
+"""A projection: plain numbers, or packed for the CPU's product kernels."""
 
 _IGNORED: Final = ("rotary_emb.inv_freq",)
 _ROPE_DIVISORS: Final = "rope_divisors.weight"
@@ -59,18 +60,18 @@ _ROPE_DIVISORS: Final = "rope_divisors.weight"
 class LayerWeights:
     """One layer. Biases and head norms are ``None`` where the architecture has none."""
 
-    attention_norm: Tensor
+    attention_norm: Array
     qkv: Matrix
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qkv_bias: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
     output: Matrix
-    output_bias: Tensor | None
-    mlp_norm: Tensor
+    output_bias: Array | None
+    mlp_norm: Array
     gate_up: Matrix
-    gate_up_bias: Tensor | None
+    gate_up_bias: Array | None
     down: Matrix
-    down_bias: Tensor | None
+    down_bias: Array | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,43 +79,42 @@ class DecoderWeights:
     """A whole model.
 
     Attributes:
+        dtype: What is computed in.
         embedding: ``[vocab_size, hidden_size]``.
         layers: One a layer.
         norm: Scale of the last norm.
-        lm_head: ``[vocab_size, hidden_size]``; the embedding's own tensor where they are tied.
+        lm_head: ``[vocab_size, hidden_size]``; the embedding's own object where they are tied.
         rope_divisors: ``[head_dim / 2]`` float32 by which the rotary frequencies are divided, where
             a GGUF file has them.
     """
 
+    dtype: DType
     embedding: Matrix
     layers: list[LayerWeights]
-    norm: Tensor
+    norm: Array
     lm_head: Matrix
-    rope_divisors: Tensor | None
+    rope_divisors: NDArray[np.float32] | None
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What is computed in."""
-        return self.norm.dtype
+    def is_packed(self) -> bool:
+        """Whether matrices are packed for our own products."""
+        return isinstance(self.lm_head, PackedMatrix)
 
     def num_bytes(self) -> int:
         """Memory that the weights take."""
-        matrices = list(self._matrices())
-        packed = {id(matrix): matrix for matrix in matrices if isinstance(matrix, PackedMatrix)}
-        tensors = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        return sum(matrix.nbytes for matrix in packed.values()) + sum(
-            tensor.untyped_storage().nbytes() for tensor in storages.values()
-        )
+        return sum(matrix.nbytes for matrix in self._matrices())
 
     def close(self) -> None:
         """Everything was read: put packed matrices together."""
-        for matrix in {id(matrix): matrix for matrix in self._matrices()}.values():
+        for matrix in self._matrices():
             if isinstance(matrix, PackedMatrix):
                 matrix.close()
 
     def _matrices(self) -> Iterator[Matrix]:
-        yield from (self.embedding, self.norm, self.lm_head)
+        """Each once."""
+        yield from (self.embedding, self.norm)
+        if self.lm_head is not self.embedding:
+            yield self.lm_head
         for layer in self.layers:
             for name in LayerWeights.__slots__:
                 matrix = getattr(layer, name)
@@ -130,14 +130,14 @@ class _Part:
     """
 
     name: str
-    into: Tensor | PackedRows
+    into: Array | PackedRows
     num_heads: int = 0
 
 
 def load_weights(
     checkpoint: Checkpoint,
     config: DecoderConfig,
-    dtype: torch.dtype,
+    dtype: DType,
     *,
     packing: Packing | None = None,
     num_threads: int = 1,
@@ -149,7 +149,7 @@ def load_weights(
         checkpoint: The tensors.
         config: The architecture.
         dtype: What is computed in, and what tensors are converted to.
-        packing: How matrices are packed for the CPU's products; ``None``: they are tensors.
+        packing: How matrices are packed for the CPU's products; ``None``: they are arrays.
         num_threads: Threads that read.
         progress: Called as the numbers come in.
 
@@ -157,10 +157,10 @@ def load_weights(
         ModelError: A tensor is missing, superfluous, of the wrong shape or cut short.
     """
     has_divisors = _ROPE_DIVISORS in checkpoint
-    with torch.device("meta"):  # Shapes without memory: a broken record may ask for any amount.
-        _check(checkpoint, config, _Allocation(config, dtype, packing, has_divisors).parts)
-    with torch.inference_mode(False):  # The threads that fill them are not in it.
-        allocation = _Allocation(config, dtype, packing, has_divisors)
+    # Shapes first, without memory: a broken record may ask for any amount.
+    shapes = _Allocation(config, dtype, packing, has_divisors, _shape_only)
+    _check(checkpoint, config, shapes.parts)
+    allocation = _Allocation(config, dtype, packing, has_divisors, np.empty)
     parts = allocation.parts
     parts.sort(key=lambda part: (checkpoint[part.name].path, checkpoint[part.name].offset))
     total = sum(checkpoint[part.name].num_bytes for part in parts)
@@ -199,47 +199,49 @@ def _read(part: _Part, checkpoint: Checkpoint, config: DecoderConfig, reader: Te
     if num_paired_heads:
         # Rows 2i and 2i + 1 of a head in the file are rows i and i + head_dim / 2 here.
         halves = (num_paired_heads, 2, config.head_dim // 2)
-        into = into.view(*halves, *into.shape[1:]).transpose(1, 2)
+        into = into.reshape(*halves, *into.shape[1:]).swapaxes(1, 2)
     reader.read(info, into)
 
 
 def _run_in_threads(work: Callable[[], None], num_threads: int, stop: Callable[[], None]) -> None:
-    """Run ``work`` in several threads, each of which computes alone.
+    """Run ``work`` in several threads, each of which computes alone."""
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="fastserve-load") as pool:
+        try:
+            for done in as_completed([pool.submit(work) for _ in range(num_threads)]):
+                done.result()
+        finally:
+            stop()  # After an error or Ctrl-C the others end with their current tensor.
 
-    torch's own threads meet after every operation, and there are thousands of short ones here:
-    where the machine has other things to do, that takes ten times as long as one thread does.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="fastserve-load") as pool:
-            try:
-                for done in as_completed([pool.submit(work) for _ in range(num_threads)]):
-                    done.result()
-            finally:
-                stop()  # After an error or Ctrl-C the others end with their current tensor.
-    finally:
-        torch.set_num_threads(before)
+
+def _shape_only(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """One number that stands for all: an array of that shape and of no size."""
+    return np.broadcast_to(np.empty((), dtype), shape)
 
 
 class _Allocation:
-    """Empty weights, and for each tensor of a checkpoint where it goes."""
+    """Empty weights, and for each tensor of a checkpoint where it goes.
+
+    ``empty`` makes an array of a shape and a dtype, as ``np.empty`` does.
+    """
 
     def __init__(
         self,
         config: DecoderConfig,
-        dtype: torch.dtype,
+        dtype: DType,
         packing: Packing | None,
         has_divisors: bool,
+        empty: Callable[[tuple[int, ...], np.dtype[Any]], Array],
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.packing = packing
+        self._empty = empty
         self.parts: list[_Part] = []
         hidden, vocab = config.hidden_size, config.vocab_size
         embedding = self._matrix("embedding.weight", vocab, hidden)
         tied = config.tied_embeddings
         self.weights = DecoderWeights(
+            dtype=dtype,
             embedding=embedding,
             layers=[self._layer(f"layers.{index}.") for index in range(config.num_layers)],
             norm=self._whole("norm.weight", hidden),
@@ -247,7 +249,9 @@ class _Allocation:
             rope_divisors=None,
         )
         if has_divisors:
-            divisors = torch.empty(config.head_dim // 2, dtype=torch.float32)
+            divisors = cast(
+                "NDArray[np.float32]", empty((config.head_dim // 2,), np.dtype(np.float32))
+            )
             self.parts.append(_Part(_ROPE_DIVISORS, divisors))
             self.weights.rope_divisors = divisors
 
@@ -273,10 +277,10 @@ class _Allocation:
             down_bias=whole(f"{at}down.bias", hidden) if config.mlp_bias else None,
         )
 
-    def _whole(self, name: str, *shape: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype)
-        self.parts.append(_Part(name, tensor))
-        return tensor
+    def _whole(self, name: str, *shape: int) -> Array:
+        array = self._empty(shape, self.dtype.numpy)
+        self.parts.append(_Part(name, array))
+        return array
 
     def _matrix(self, name: str, num_rows: int, num_cols: int) -> Matrix:
         if self.packing is None:
@@ -300,12 +304,15 @@ class _Allocation:
             ]
         )
 
-    def _fused(self, at: str, sizes: dict[str, int], role: str, *inner: int) -> Tensor:
-        tensor = torch.empty((sum(sizes.values()), *inner), dtype=self.dtype)
+    def _fused(self, at: str, sizes: dict[str, int], role: str, *inner: int) -> Array:
+        array = self._empty((sum(sizes.values()), *inner), self.dtype.numpy)
         num_heads = {"q": self.config.num_q_heads, "k": self.config.num_kv_heads}
-        for kind, rows in zip(sizes, tensor.split(list(sizes.values())), strict=True):
+        first = 0
+        for kind, count in sizes.items():
+            rows = array[first : first + count]
             self.parts.append(_Part(f"{at}{kind}.{role}", rows, num_heads.get(kind, 0)))
-        return tensor
+            first += count
+        return array
 
 
 def _check(checkpoint: Checkpoint, config: DecoderConfig, parts: list[_Part]) -> None:

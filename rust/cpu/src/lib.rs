@@ -1,4 +1,5 @@
-//! CPU kernels of the engine: attention over paged KV, norms, rotary positions, gating.
+//! CPU kernels of the engine (attention over paged KV, matrix products, norms, rotary positions,
+//! gating, sampling), and the decoder that is made of them.
 //!
 //! Architecture invariant: nothing here knows what a request, a block pool or a scheduler is. A
 //! kernel gets views of memory and plain indices, checks every index that it will follow, and
@@ -19,6 +20,7 @@
 )]
 
 pub mod attention;
+pub mod decoder;
 pub mod element;
 pub mod error;
 pub mod gate;
@@ -29,10 +31,12 @@ pub mod norm;
 pub mod pool;
 pub mod product;
 pub mod rope;
+pub mod sampling;
 mod simd;
 pub mod view;
 
 pub use attention::{Attention, paged_attention};
+pub use decoder::{Decoder, KvCache, Layer, Model, Numbers, Step};
 pub use element::{Bf16, DType};
 pub use error::ArgumentError;
 pub use gate::silu_mul;
@@ -40,6 +44,9 @@ pub use isa::Isa;
 pub use layout::{KvLayout, kv_layer_shape, kv_shape};
 pub use norm::rms_norm;
 pub use pool::Pool;
-pub use product::{Packed, Weight, WeightFormat, gather, linear};
+pub use product::{Packed, Weight, WeightFormat, decode, gather, linear};
 pub use rope::{Rope, rope_and_write_kv};
+pub use sampling::{
+    BestToken, Draws, RowLogprobs, best_tokens, draw_bits, draw_tokens, philox4x32, row_logprobs,
+};
 pub use view::{KvView, KvViewMut, Matrix, MatrixMut};

@@ -30,6 +30,10 @@ pub const MAX_NUM_THREADS: usize = 1024;
 /// Times a worker looks for a job before it sleeps: 1 to 5 µs, by what a machine's pause takes.
 const NUM_SPINS: usize = 100;
 
+/// Times the caller looks whether the workers have left before it sleeps: 20 to 100 µs. They have
+/// begun their last items, and being woken takes about as long.
+const NUM_LAST_SPINS: usize = 2_000;
+
 /// Work, in nanoseconds of one core, below which waking a thread costs more than it brings.
 const SMALL_WORK_NS: usize = 15_000;
 
@@ -49,6 +53,8 @@ struct Shared {
     state: Mutex<State>,
     /// Copy of `State::generation` to look at without the lock.
     generation: AtomicU64,
+    /// Copy of `State::num_active` to look at without the lock.
+    num_active: AtomicUsize,
     posted: Condvar,
     left: Condvar,
 }
@@ -58,6 +64,10 @@ struct State {
     job: Option<Job>,
     generation: u64,
     num_active: usize,
+    /// Workers that wait on `posted`.
+    num_asleep: usize,
+    /// Whether the caller waits on `left`.
+    caller_waits: bool,
     is_closed: bool,
     panic: Option<Panic>,
 }
@@ -79,6 +89,7 @@ impl Pool {
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             generation: AtomicU64::new(0),
+            num_active: AtomicUsize::new(0),
             posted: Condvar::new(),
             left: Condvar::new(),
         });
@@ -147,19 +158,29 @@ impl Pool {
         state.job = Some(job);
         state.generation += 1;
         self.shared.generation.store(state.generation, Ordering::Release);
+        // Those that are awake see the generation; waking nobody would cost a system call too.
+        let num_asleep = state.num_asleep;
         drop(state);
-        if num_wanted >= self.workers.len() {
+        if num_wanted >= num_asleep && num_asleep > 0 {
             self.shared.posted.notify_all();
         } else {
-            (0..num_wanted).for_each(|_| self.shared.posted.notify_one());
+            (0..num_wanted.min(num_asleep)).for_each(|_| self.shared.posted.notify_one());
         }
 
         let own = catch_unwind(AssertUnwindSafe(claim)).err();
 
+        self.shared.lock().job = None;
+        for _ in 0..NUM_LAST_SPINS {
+            if self.shared.num_active.load(Ordering::Acquire) == 0 {
+                break;
+            }
+            std::hint::spin_loop();
+        }
         let mut state = self.shared.lock();
-        state.job = None;
         while state.num_active > 0 {
+            state.caller_waits = true;
             state = self.shared.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.caller_waits = false;
         }
         own.or(state.panic.take()).inspect(|_| state.panic = None)
     }
@@ -203,7 +224,8 @@ impl Shared {
                 state.panic.get_or_insert(payload);
             }
             state.num_active -= 1;
-            if state.num_active == 0 {
+            self.num_active.store(state.num_active, Ordering::Release);
+            if state.num_active == 0 && state.caller_waits {
                 self.left.notify_one();
             }
         }
@@ -226,10 +248,13 @@ impl Shared {
                 *seen = state.generation;
                 if let Some(job) = state.job {
                     state.num_active += 1;
+                    self.num_active.store(state.num_active, Ordering::Release);
                     return Some(job);
                 }
             }
+            state.num_asleep += 1;
             state = self.posted.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.num_asleep -= 1;
         }
     }
 }

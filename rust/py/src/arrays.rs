@@ -3,7 +3,7 @@
 //! numpy's own borrow checks treat two columns of one fused matrix as overlapping and two tensors
 //! that share memory as distinct, so they do not help here; [`check_overlap`] looks at addresses.
 
-use fastserve_cpu::{DType, Matrix, MatrixMut};
+use fastserve_cpu::{DType, Matrix, MatrixMut, Numbers, element::Element};
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, dtype, npyffi};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -126,12 +126,54 @@ impl<'py> Array<'py> {
         Ok(unsafe { Matrix::from_raw(self.data(), self.dtype, rows, cols, stride) })
     }
 
+    /// A copy of a vector.
+    pub(crate) fn numbers(&self) -> PyResult<Numbers> {
+        if self.shape().len() != 1 || !self.is_contiguous() {
+            return Err(self.error("one axis, contiguous"));
+        }
+        let (data, len) = (self.data(), self.numpy.len());
+        if len == 0 {
+            return Ok(Numbers::none(self.dtype));
+        }
+        // SAFETY: contiguous, aligned numbers of that type that the array keeps alive, and a bfloat16
+        // is its `u16`; that nobody writes them is the module's contract with Python.
+        Ok(unsafe {
+            match self.dtype {
+                DType::F32 => Numbers::F32(std::slice::from_raw_parts(data.cast(), len).to_vec()),
+                DType::Bf16 => Numbers::Bf16(std::slice::from_raw_parts(data.cast(), len).to_vec()),
+            }
+        })
+    }
+
     /// As a matrix to write.
     pub(crate) fn matrix_mut(&self) -> PyResult<MatrixMut<'_>> {
         let (rows, cols, stride) = self.rows()?;
         // SAFETY: as for `matrix`; the array is writable, rows do not overlap since the stride is
         // at least a row, and `check_overlap` was passed.
         Ok(unsafe { MatrixMut::from_raw(self.data_mut(), self.dtype, rows, cols, stride) })
+    }
+
+    /// All elements in order, to write. They are `T`, and `memory` is not theirs.
+    pub(crate) fn slice_mut<T: Element>(
+        &mut self,
+        (name, memory): (&str, &[u8]),
+    ) -> PyResult<&mut [T]> {
+        assert!(self.dtype == T::DTYPE);
+        if !self.is_contiguous() {
+            return Err(self.error("a C-contiguous array"));
+        }
+        if self.numpy.is_empty() {
+            return Ok(&mut []);
+        }
+        let (data, len) = (self.data_mut(), self.numpy.len());
+        let (own, other) = (data.cast_const(), memory.as_ptr_range());
+        if own < other.end && other.start < own.wrapping_add(len * size_of::<T>()) {
+            let message = format!("{} and {name}: want memory of their own", self.name);
+            return Err(PyValueError::new_err(message));
+        }
+        // SAFETY: contiguous, aligned and writable elements of that type, which the array keeps
+        // alive; that no other thread touches them is the module's contract with Python.
+        Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), len) })
     }
 }
 

@@ -17,6 +17,8 @@
 //! panels and threads choose when an element is computed, never how: one row or a thousand, one thread
 //! or many, and a quantized weight or the same numbers stored as `f32`, give the same bits.
 
+mod block;
+mod decode;
 mod few;
 mod gather;
 mod many;
@@ -25,6 +27,7 @@ mod stored;
 mod tile;
 mod weight;
 
+pub use decode::decode;
 pub use gather::gather;
 pub use weight::{Packed, Weight, WeightFormat};
 

@@ -1,6 +1,7 @@
 //! What the tests of all kernels share: noise, poison, memory with guards, and comparing.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub(crate) mod blocks;
 pub(crate) mod paged;
 
 use fastserve_cpu::{Bf16, DType, Isa, Matrix, MatrixMut};

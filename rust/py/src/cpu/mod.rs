@@ -7,6 +7,8 @@
 //! thread must not write the arrays meanwhile (a table entry that changes under a kernel is caught
 //! where it is used, and is a `RuntimeError`).
 
+mod decoder;
+mod sampling;
 mod weights;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,6 +19,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::arrays::{Array, Words, check_overlap};
+use decoder::{Decoder, Layer};
 use weights::{Packed, Weight};
 
 /// Add the submodule `cpu` to `parent`.
@@ -25,7 +28,15 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Pool>()?;
     module.add_class::<Packed>()?;
     module.add_class::<Weight>()?;
+    module.add_class::<Layer>()?;
+    module.add_class::<Decoder>()?;
     module.add_function(wrap_pyfunction!(weights::weight_formats, &module)?)?;
+    module.add_function(wrap_pyfunction!(weights::decode, &module)?)?;
+    module.add_function(wrap_pyfunction!(sampling::best_tokens, &module)?)?;
+    module.add_function(wrap_pyfunction!(sampling::draw_tokens, &module)?)?;
+    module.add_function(wrap_pyfunction!(sampling::row_logprobs, &module)?)?;
+    module.add_function(wrap_pyfunction!(sampling::draw_bits, &module)?)?;
+    module.add_function(wrap_pyfunction!(sampling::philox4x32, &module)?)?;
     module.add_function(wrap_pyfunction!(detect_isa, &module)?)?;
     module.add_function(wrap_pyfunction!(available_isas, &module)?)?;
     module.add_function(wrap_pyfunction!(kv_shape, &module)?)?;
@@ -207,7 +218,7 @@ impl Pool {
         let slot_mapping = Words::new("slot_mapping", slot_mapping)?;
 
         let [_, _, head_dim] = q.shape3("[tokens, heads, head_dim]")?;
-        let layout = kv_layout(&kv, head_dim)?;
+        let layout = kv_layout(&kv, kv.shape(), head_dim)?;
         // SAFETY: `kv` is a C-contiguous, aligned, writable array of the layout's shape, borrowed
         // for this call, that overlaps no other argument.
         let mut view = unsafe { KvViewMut::from_raw(kv.data_mut(), kv.dtype(), layout) };
@@ -249,7 +260,7 @@ impl Pool {
         let out = Array::new_mut("out", out)?;
         check_overlap(&[Some(&out)], &[Some(&q), Some(&kv)])?;
         let [_, _, head_dim] = q.shape3("[tokens, heads, head_dim]")?;
-        let layout = kv_layout(&kv, head_dim)?;
+        let layout = kv_layout(&kv, kv.shape(), head_dim)?;
         let tables = Words::new_2d("block_tables", block_tables)?;
         let row_slots = Words::new("row_slots", row_slots)?;
         let query_indptr = Words::new("query_indptr", query_indptr)?;
@@ -273,10 +284,10 @@ impl Pool {
     }
 }
 
-/// The layout of `kv_layer`, whose last axis is `block_size * head_dim`.
-fn kv_layout(kv: &Array<'_>, head_dim: usize) -> PyResult<KvLayout> {
+/// The layout of a `layer` of `kv`, whose last axis is `block_size * head_dim`.
+fn kv_layout(kv: &Array<'_>, layer: &[usize], head_dim: usize) -> PyResult<KvLayout> {
     let want = format!("C-contiguous [blocks, kv heads, 2, block_size * {head_dim}]");
-    let &[num_blocks, num_kv_heads, 2, tile] = kv.shape() else {
+    let &[num_blocks, num_kv_heads, 2, tile] = layer else {
         return Err(kv.error(&want));
     };
     let fits = head_dim > 0 && tile.is_multiple_of(head_dim) && kv.is_contiguous();
@@ -289,10 +300,10 @@ fn kv_layout(kv: &Array<'_>, head_dim: usize) -> PyResult<KvLayout> {
 }
 
 /// Run `kernel` without the GIL. A panic in it is a bug of ours, and becomes a `RuntimeError`.
-fn run(
+fn run<T: Send>(
     py: Python<'_>,
-    kernel: impl FnOnce() -> Result<(), cpu::ArgumentError> + Send,
-) -> PyResult<()> {
+    kernel: impl FnOnce() -> Result<T, cpu::ArgumentError> + Send,
+) -> PyResult<T> {
     match py.detach(|| catch_unwind(AssertUnwindSafe(kernel))) {
         Ok(result) => result.map_err(value_error),
         Err(panic) => {

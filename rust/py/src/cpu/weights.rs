@@ -1,19 +1,57 @@
-//! Weights of matrix products: rows come in as a file has them, and are packed.
+//! Numbers of a file: rows for matrix products, which are packed, and those that are decoded.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastserve_cpu as cpu;
-use fastserve_cpu::WeightFormat;
+use fastserve_cpu::{Bf16, DType, WeightFormat};
 use numpy::PyReadonlyArray1;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use super::value_error;
+use super::{run, value_error};
+use crate::arrays::Array;
 
 /// Names of the formats that weights are multiplied in as they are stored.
 #[pyfunction]
 pub(crate) fn weight_formats() -> Vec<&'static str> {
     WeightFormat::ALL.into_iter().map(WeightFormat::name).collect()
+}
+
+fn known_format(name: &str) -> PyResult<WeightFormat> {
+    WeightFormat::from_name(name).ok_or_else(|| {
+        let names = weight_formats().join(", ");
+        PyValueError::new_err(format!("format: got {name:?}, want one of {names}"))
+    })
+}
+
+fn bytes_of<'a>(name: &str, array: &'a PyReadonlyArray1<'_, u8>) -> PyResult<&'a [u8]> {
+    array.as_slice().map_err(|_| {
+        PyValueError::new_err(format!("{name}: got an array with gaps, want contiguous bytes"))
+    })
+}
+
+/// `out` = the numbers of `blocks`, bytes as in a file; rounded to nearest even where `out` is
+/// bfloat16.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
+pub(crate) fn decode(
+    format: &str,
+    blocks: PyReadonlyArray1<'_, u8>,
+    out: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let format = known_format(format)?;
+    let bytes = bytes_of("blocks", &blocks)?;
+    let mut array = Array::new_mut("out", out)?;
+    match array.dtype() {
+        DType::F32 => {
+            let numbers = array.slice_mut::<f32>(("blocks", bytes))?;
+            run(out.py(), || cpu::decode(format, bytes, numbers))
+        }
+        DType::Bf16 => {
+            let numbers = array.slice_mut::<Bf16>(("blocks", bytes))?;
+            run(out.py(), || cpu::decode(format, bytes, numbers))
+        }
+    }
 }
 
 /// Rows of one format, in the layout of the product kernels. Filled row by row, then part of a
@@ -42,11 +80,8 @@ impl Packed {
     /// Room for `[num_rows, num_cols]`, zeros.
     #[new]
     fn new(format: &str, num_rows: usize, num_cols: usize) -> PyResult<Self> {
-        let found = WeightFormat::from_name(format).ok_or_else(|| {
-            let names = weight_formats().join(", ");
-            PyValueError::new_err(format!("format: got {format:?}, want one of {names}"))
-        })?;
-        let packed = cpu::Packed::new(found, num_rows, num_cols).map_err(value_error)?;
+        let format = known_format(format)?;
+        let packed = cpu::Packed::new(format, num_rows, num_cols).map_err(value_error)?;
         Ok(Self { packed: Mutex::new(Some(packed)) })
     }
 
@@ -58,9 +93,7 @@ impl Packed {
         first_row: usize,
         rows: PyReadonlyArray1<'_, u8>,
     ) -> PyResult<()> {
-        let rows = rows.as_slice().map_err(|_| {
-            PyValueError::new_err("rows: got an array with gaps, want contiguous bytes")
-        })?;
+        let rows = bytes_of("rows", &rows)?;
         let fill = || self.lock().as_mut().map(|packed| packed.fill(first_row, rows));
         py.detach(fill).ok_or_else(in_a_weight)?.map_err(value_error)
     }
@@ -69,7 +102,7 @@ impl Packed {
 /// A weight of one or more packed parts, one below the other.
 #[pyclass(frozen, module = "fastserve._core.cpu")]
 pub(crate) struct Weight {
-    pub(crate) weight: cpu::Weight,
+    pub(crate) weight: Arc<cpu::Weight>,
 }
 
 #[pymethods]
@@ -79,7 +112,7 @@ impl Weight {
     #[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
     fn new(parts: Vec<Bound<'_, Packed>>) -> PyResult<Self> {
         let taken = parts.iter().map(|part| part.get().take()).collect::<PyResult<_>>()?;
-        Ok(Self { weight: cpu::Weight::new(taken).map_err(value_error)? })
+        Ok(Self { weight: Arc::new(cpu::Weight::new(taken).map_err(value_error)?) })
     }
 
     /// `(rows, columns)`: outputs and inputs of a product.

@@ -1,0 +1,254 @@
+//! A whole decoder: one call a step, whatever the number of layers.
+//!
+//! ```text
+//! hidden = embedding[tokens]
+//! for each layer:
+//!     q, k, v = split(norm(hidden) @ qkv)
+//!     rotate q and k; store k and v in the cache        for all rows, before any row attends
+//!     hidden += attention(q, cache) @ output
+//!     gate, up = split(norm(hidden) @ gate_up)
+//!     hidden += (silu(gate) * up) @ down
+//! logits = norm(hidden[output rows]) @ lm_head
+//! ```
+//!
+//! What a layer adds is kept apart from `hidden` until the next norm, which adds it in the same pass
+//! over memory. Nothing here knows about sequences: rows, positions and block tables come with the
+//! step.
+
+mod buffers;
+mod cache;
+mod weights;
+
+pub use buffers::Numbers;
+pub use cache::KvCache;
+pub use weights::{Layer, Model};
+
+use buffers::Buffers;
+
+use crate::attention::{Attention, paged_attention};
+use crate::element::DType;
+use crate::error::{ArgumentError, require};
+use crate::gate::silu_mul;
+use crate::norm::rms_norm;
+use crate::pool::Pool;
+use crate::product::{gather, linear};
+use crate::rope::{Rope, rope_and_write_kv};
+use crate::view::{Matrix, MatrixMut};
+
+/// What a step computes: a plan's arrays, by their names there.
+#[derive(Debug, Clone, Copy)]
+pub struct Step<'a> {
+    /// `[T]` a token, or −1 − slot: that slot's last sample.
+    pub token_ids: &'a [i32],
+    /// `[slots]` the token that each slot sampled last.
+    pub last_samples: &'a [i32],
+    /// `[T]` position in the sequence: a row of `cos_sin`.
+    pub positions: &'a [i32],
+    /// `[T]` `block * block_size + offset`; −1: write nothing.
+    pub slot_mapping: &'a [i32],
+    /// `[S]` row slot of each row.
+    pub row_slots: &'a [i32],
+    /// `[S + 1]` where each row's tokens start.
+    pub query_indptr: &'a [i32],
+    /// `[S]` tokens with K and V after this step; 0 marks a padding row.
+    pub seq_lens: &'a [i32],
+    /// `[slots, max_blocks]` block ids of each row slot in order.
+    pub block_tables: &'a [i32],
+    /// Columns of `block_tables`.
+    pub max_blocks: usize,
+    /// `[R]` index into the step's tokens whose logits are wanted; may repeat.
+    pub out_rows: &'a [i32],
+    /// `[n, 2]` blocks to copy before anything else: source, destination.
+    pub copies: &'a [i32],
+    /// `[positions, rotary_dim]` of `f32`: cosines, then sines.
+    pub cos_sin: Matrix<'a>,
+}
+
+/// A model, and memory for its activations.
+#[derive(Debug)]
+pub struct Decoder {
+    model: Model,
+    buffers: Buffers,
+}
+
+impl Decoder {
+    /// Put a model together.
+    ///
+    /// # Errors
+    ///
+    /// A part of the model whose shape does not fit the others, by name.
+    pub fn new(model: Model) -> Result<Self, ArgumentError> {
+        model.check()?;
+        let (hidden, inner) = (model.hidden_size(), model.intermediate_size());
+        let buffers = Buffers::new(model.dtype, hidden, model.q_size(), model.kv_size(), inner);
+        Ok(Self { model, buffers })
+    }
+
+    /// What it computes with.
+    pub const fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Compute the step's tokens, store their keys and values, and write the output rows' logits,
+    /// `[R, vocab_size]` of `f32`.
+    ///
+    /// # Errors
+    ///
+    /// Shapes that do not fit each other and indices out of range, named by argument. Blocks that the
+    /// step copies or writes may have been written then; logits are not.
+    pub fn forward(
+        &mut self,
+        pool: &Pool,
+        step: &Step<'_>,
+        kv: &mut KvCache<'_>,
+        logits: &mut MatrixMut<'_>,
+    ) -> Result<(), ArgumentError> {
+        self.check(step, kv, logits.as_matrix())?;
+        kv.copy_blocks(step.copies)?;
+        let num_tokens = step.token_ids.len();
+        if num_tokens == 0 {
+            return Ok(());
+        }
+        let Self { model, buffers } = self;
+        buffers.resize(num_tokens);
+        fill_in(&mut buffers.token_ids, step)?;
+        gather(pool, &model.embedding, &buffers.token_ids, &mut buffers.hidden.view_mut())?;
+        for (index, layer) in model.layers.iter().enumerate() {
+            if index == 0 {
+                let weight = layer.attention_norm.as_row();
+                let (hidden, out) = (buffers.hidden.view(), &mut buffers.normed.view_mut());
+                rms_norm(pool, &hidden, &weight, model.norm_eps, out, None)?;
+            } else {
+                buffers.add_and_norm(pool, &layer.attention_norm, model.norm_eps)?;
+            }
+            attend(pool, model, index, buffers, step, kv)?;
+            buffers.add_and_norm(pool, &layer.mlp_norm, model.norm_eps)?;
+            let Buffers { normed, gate_up, activated, added, .. } = buffers;
+            let bias = layer.gate_up_bias.as_ref().map(Numbers::as_row);
+            linear(pool, &normed.view(), &layer.gate_up, bias.as_ref(), &mut gate_up.view_mut())?;
+            silu_mul(pool, &gate_up.view(), &mut activated.view_mut())?;
+            let bias = layer.down_bias.as_ref().map(Numbers::as_row);
+            linear(pool, &activated.view(), &layer.down, bias.as_ref(), &mut added.view_mut())?;
+        }
+        if step.out_rows.is_empty() {
+            return Ok(());
+        }
+        let Buffers { hidden, added, last: [residual, last, normed], .. } = buffers;
+        residual.take_rows(hidden, step.out_rows);
+        last.take_rows(added, step.out_rows);
+        normed.resize(step.out_rows.len());
+        let (weight, eps) = (model.norm.as_row(), model.norm_eps);
+        let residual = &mut residual.view_mut();
+        rms_norm(pool, &last.view(), &weight, eps, &mut normed.view_mut(), Some(residual))?;
+        linear(pool, &normed.view(), &model.lm_head, None, logits)
+    }
+
+    fn check(
+        &self,
+        step: &Step<'_>,
+        kv: &KvCache<'_>,
+        logits: &Matrix<'_>,
+    ) -> Result<(), ArgumentError> {
+        let model = &self.model;
+        let (num_tokens, vocab) = (step.token_ids.len(), model.lm_head.num_rows());
+        require(
+            logits.dtype() == DType::F32
+                && (logits.num_rows(), logits.num_cols()) == (step.out_rows.len(), vocab),
+            "logits",
+            || logits.describe(),
+            || format!("[{}, {vocab}] float32", step.out_rows.len()),
+        )?;
+        let layout = kv.layout();
+        let got = (kv.num_layers(), layout.num_kv_heads, layout.head_dim);
+        let want = (model.layers.len(), model.num_kv_heads, model.head_dim);
+        let describe = |(layers, heads, dim)| format!("{layers} layers of {heads} heads of {dim}");
+        require(got == want, "kv", || describe(got), || describe(want))?;
+        let wrong = step
+            .out_rows
+            .iter()
+            .find(|&&row| usize::try_from(row).map_or(true, |row| row >= num_tokens));
+        match wrong {
+            None => Ok(()),
+            Some(row) => Err(ArgumentError::new(
+                "out_rows",
+                row.to_string(),
+                format!("0 to {}, of {num_tokens} tokens", num_tokens.saturating_sub(1)),
+            )),
+        }
+    }
+}
+
+impl Buffers {
+    /// `hidden += added`, and its norm.
+    fn add_and_norm(
+        &mut self,
+        pool: &Pool,
+        weight: &Numbers,
+        eps: f32,
+    ) -> Result<(), ArgumentError> {
+        let Self { hidden, added, normed, .. } = self;
+        let residual = &mut hidden.view_mut();
+        rms_norm(pool, &added.view(), &weight.as_row(), eps, &mut normed.view_mut(), Some(residual))
+    }
+}
+
+/// The step's tokens, with every −1 − slot replaced by that slot's last sample.
+fn fill_in(known: &mut Vec<i32>, step: &Step<'_>) -> Result<(), ArgumentError> {
+    known.clear();
+    for &id in step.token_ids {
+        let slot = if id < 0 { -1 - id } else { 0 } as usize;
+        known.push(match step.last_samples.get(slot) {
+            _ if id >= 0 => id,
+            Some(&sample) => sample,
+            None => {
+                let num_slots = step.last_samples.len();
+                let want = format!("a token, or −1 − slot of {num_slots} slots");
+                return Err(ArgumentError::new("token_ids", id.to_string(), want));
+            }
+        });
+    }
+    Ok(())
+}
+
+/// From `normed` to what the attention adds.
+fn attend(
+    pool: &Pool,
+    model: &Model,
+    index: usize,
+    buffers: &mut Buffers,
+    step: &Step<'_>,
+    kv: &mut KvCache<'_>,
+) -> Result<(), ArgumentError> {
+    let Buffers { normed, qkv, attended, added, .. } = buffers;
+    let layer = &model.layers[index];
+    let bias = layer.qkv_bias.as_ref().map(Numbers::as_row);
+    linear(pool, &normed.view(), &layer.qkv, bias.as_ref(), &mut qkv.view_mut())?;
+    let (mut q, k, v) = qkv.split([model.q_size(), model.kv_size(), model.kv_size()]);
+    let mut kv = kv.layer(index);
+    let rope = Rope {
+        k,
+        v,
+        positions: step.positions,
+        slot_mapping: step.slot_mapping,
+        cos_sin: step.cos_sin,
+        q_norm: layer.q_norm.as_ref().map(Numbers::as_row),
+        k_norm: layer.k_norm.as_ref().map(Numbers::as_row),
+        norm_eps: model.norm_eps,
+    };
+    rope_and_write_kv(pool, &mut q, &mut kv, &rope)?;
+    let attention = Attention {
+        q: *q.as_matrix(),
+        kv: *kv.as_view(),
+        block_tables: step.block_tables,
+        max_blocks: step.max_blocks,
+        row_slots: step.row_slots,
+        query_indptr: step.query_indptr,
+        seq_lens: step.seq_lens,
+        scale: model.attention_scale,
+        window: layer.window,
+        softcap: 0.0,
+    };
+    paged_attention(pool, &attention, &mut attended.view_mut())?;
+    let bias = layer.output_bias.as_ref().map(Numbers::as_row);
+    linear(pool, &attended.view(), &layer.output, bias.as_ref(), &mut added.view_mut())
+}
