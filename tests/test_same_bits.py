@@ -16,6 +16,7 @@ import pytest
 import gguf_factory
 import model_factory
 from fastserve import LLM, SamplingParams
+from fastserve.models.native import NativeDecoder
 
 NUM_REQUESTS = 200
 LONGEST = 96
@@ -106,3 +107,34 @@ def test_in_any_company(model: Path) -> None:
             assert stats["num_preemptions"] >= 20, name
         if how.get("enable_prefix_caching", True):
             assert stats["prefix_cache_hits"] > 0, name
+
+
+def test_a_long_beginning_is_attended_together(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that share more than the kernels' 256 keys are computed in one tile over these."""
+    rng = np.random.default_rng(12)
+    beginning = rng.integers(3, model_factory.VOCAB_SIZE, 330).tolist()
+    own = rng.integers(3, model_factory.VOCAB_SIZE, (24, 60)).tolist()
+    prompts = [
+        beginning[: 330 - number % 5 * 15] + tokens[: 1 + 2 * number]
+        for number, tokens in enumerate(own)
+    ]
+    params = [
+        SamplingParams(max_tokens=25, temperature=0.8, seed=number, logprobs=2, ignore_eos=True)
+        for number in range(24)
+    ]
+    alone = [run(model, [prompt], [how])[0][0] for prompt, how in zip(prompts, params, strict=True)]
+    shared = []
+    forward = NativeDecoder.forward
+
+    def watched(self: Any, plan: Any, *arguments: Any) -> Any:
+        shared.extend(plan.num_shared_blocks.tolist())
+        return forward(self, plan, *arguments)
+
+    monkeypatch.setattr(NativeDecoder, "forward", watched)
+    for block_size, num_threads in ((8, 1), (16, 2), (32, 2)):
+        how = {"block_size": block_size, "num_threads": num_threads, "num_blocks": 800}
+        shared.clear()
+        assert run(model, prompts, params, **how)[0] == alone, how
+        assert sum(num * block_size >= 256 for num in shared) > 100, how

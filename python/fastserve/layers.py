@@ -67,6 +67,7 @@ class Kernels(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        num_shared_blocks: Indices | None = None,
         out: Array,
     ) -> Array:
         """Causal attention over block tables."""

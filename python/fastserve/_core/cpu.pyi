@@ -124,6 +124,7 @@ class Decoder:
         row_slots: _Words,
         query_indptr: _Words,
         seq_lens: _Words,
+        num_shared_blocks: _Words,
         block_tables: _Words,
         out_rows: _Words,
         copies: _Words,
@@ -172,4 +173,5 @@ class Pool:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        num_shared_blocks: _Words | None = None,
     ) -> None: ...

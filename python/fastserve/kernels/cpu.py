@@ -133,6 +133,7 @@ class CpuKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        num_shared_blocks: Indices | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of any mix of rows over the KV of one layer.
@@ -148,6 +149,8 @@ class CpuKernels:
             scale: Factor of the logits.
             window: Keys that a token sees, itself included; 0 is all.
             softcap: Logits become ``softcap * tanh(logit / softcap)``; 0 leaves them.
+            num_shared_blocks: Leading blocks of each row that are those of the row before, all of
+                them before the queries of both: their keys and values are read once.
             out: Like ``q``; allocated when absent.
         """
         out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
@@ -162,6 +165,7 @@ class CpuKernels:
             scale=scale,
             window=window,
             softcap=softcap,
+            num_shared_blocks=num_shared_blocks,
         )
         return out
 

@@ -64,6 +64,7 @@ class NativeDecoder:
             row_slots=plan.row_slots,
             query_indptr=plan.query_indptr,
             seq_lens=plan.seq_lens,
+            num_shared_blocks=plan.num_shared_blocks,
             block_tables=cache.block_tables,
             out_rows=plan.out_rows,
             copies=plan.copies,

@@ -117,6 +117,7 @@ class TorchDecoder:
             plan.seq_lens,
             scale=config.attention_scale,
             window=config.windows[index],
+            num_shared_blocks=plan.num_shared_blocks,
             out=rows["attended"].view(heads),
         )
         kernels.linear(rows["attended"], layer.output, layer.output_bias, rows["added"])

@@ -49,6 +49,38 @@ fn mixed_rows_over_several_ranges() {
     }
 }
 
+/// Rows that share nothing, less than a range, some ranges; of one token and of several; more than a
+/// tile takes; between others.
+#[test]
+fn rows_that_share_blocks() {
+    let rows = vec![
+        (3, 700),
+        (1, 900),
+        (1, 600),
+        (1, 513),
+        (1, 512),
+        (2, 800),
+        (2, 801),
+        (2, 802),
+        (40, 900),
+        (1, 300),
+        (1, 900),
+        (0, 0),
+        (2, 0),
+        (1, 777),
+    ];
+    let many: Vec<_> = (0..37).map(|row| (1, 530 + row)).collect();
+    for num_shared_blocks in [1, 16, 17, 32, 44] {
+        for (num_heads, num_kv_heads, kv_dtype) in [(9, 3, DType::F32), (4, 4, DType::Bf16)] {
+            let shape = Case { num_heads, num_kv_heads, kv_dtype, ..Case::default() };
+            let shape = Case { num_shared_blocks, head_dim: 32, ..shape };
+            check(&Case { rows: rows.clone(), ..shape.clone() }, 11);
+            check(&Case { rows: many.clone(), ..shape.clone() }, 12);
+            check(&Case { rows: rows.clone(), window: 800, ..shape }, 13);
+        }
+    }
+}
+
 #[test]
 fn more_heads_in_a_group_than_rows_in_a_tile() {
     let shape = Case { rows: vec![(3, 300), (1, 5)], num_heads: 71, ..Case::default() };
@@ -123,17 +155,21 @@ fn any_case() -> impl Strategy<Value = Case> {
     let block_size = prop_oneof![Just(8usize), Just(16), Just(32)];
     let dtype = || prop_oneof![Just(DType::F32), Just(DType::Bf16)];
     let window = prop_oneof![Just(0usize), 1usize..400];
-    (rows, heads, 1usize..17, block_size, dtype(), dtype(), window).prop_map(
-        |(rows, (num_kv_heads, group), eighths, block_size, dtype, kv_dtype, window)| Case {
-            rows,
-            num_heads: num_kv_heads * group,
-            num_kv_heads,
-            head_dim: eighths * 8,
-            block_size,
-            dtype,
-            kv_dtype,
-            window,
-            softcap: 0.0,
+    let shared = 0usize..80;
+    (rows, heads, 1usize..17, block_size, dtype(), dtype(), window, shared).prop_map(
+        |(rows, (num_kv_heads, group), eighths, block_size, dtype, kv_dtype, window, shared)| {
+            Case {
+                rows,
+                num_heads: num_kv_heads * group,
+                num_kv_heads,
+                head_dim: eighths * 8,
+                block_size,
+                dtype,
+                kv_dtype,
+                window,
+                softcap: 0.0,
+                num_shared_blocks: shared,
+            }
         },
     )
 }

@@ -299,6 +299,7 @@ impl<'a> Run<'a> {
             row_slots: &rows.iter().map(|row| row.0 as i32).collect::<Vec<_>>(),
             query_indptr: &query_indptr,
             seq_lens: &seq_lens,
+            num_shared_blocks: &[],
             block_tables: &self.block_tables,
             max_blocks: MAX_BLOCKS,
             out_rows: &out_rows,
@@ -343,9 +344,7 @@ fn logits_are_those_of_plain_loops_however_sequences_are_cut() {
                     for rows in steps {
                         let mut logits = run.step(&pool, &rows).into_iter();
                         for (slot, first, count) in rows {
-                            for position in first..first + count {
-                                got[slot][position] = logits.next().unwrap();
-                            }
+                            got[slot][first..first + count].fill_with(|| logits.next().unwrap());
                         }
                     }
                     let mut own = Vec::new();
@@ -436,6 +435,7 @@ fn a_step_that_does_not_fit_is_refused_by_name() {
         row_slots: &[0],
         query_indptr: &[0, 1],
         seq_lens: &[1],
+        num_shared_blocks: &[],
         block_tables: &[0],
         max_blocks: 1,
         out_rows: &[0],

@@ -112,6 +112,31 @@ fn any_batch_and_any_number_of_threads() {
     }
 }
 
+/// That rows share blocks says how often memory is read, and nothing else.
+#[test]
+fn shared_blocks_change_no_bit() {
+    let pools = Isa::available().into_iter().map(|isa| [1, 2, 5].map(|n| Pool::new(n, isa)));
+    for pools in pools {
+        for case in cases() {
+            let case = Case { window: if case.window == 100 { 0 } else { case.window }, ..case };
+            for num_shared_tokens in [256, 512, 528, 700] {
+                let num_shared_blocks = num_shared_tokens / case.block_size;
+                let rows = (0..13).map(|row| (1 + row / 9, 520 + 41 * row)).collect();
+                let case = Case { rows, num_shared_blocks, ..case.clone() };
+                let call = Call::new(&case, 21);
+                let want = call.run_told(&pools[0], false);
+                for pool in &pools {
+                    let got = call.run(pool);
+                    for token in 0..got.rows() {
+                        let what = format!("{pool:?} {case:?} token {token}");
+                        assert_same(&what, &got, token, &want, token);
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// The sets with a fused multiply-add run the same operations.
 #[test]
 fn vector_sets_agree_bit_for_bit() {

@@ -22,6 +22,7 @@ struct Words {
     row_slots: Vec<i32>,
     query_indptr: Vec<i32>,
     seq_lens: Vec<i32>,
+    num_shared_blocks: Vec<i32>,
     scale: f32,
     softcap: f32,
     window: usize,
@@ -34,6 +35,7 @@ fn attend(change: impl FnOnce(&mut Words)) -> Result<(), ArgumentError> {
         row_slots: vec![1, 0],
         query_indptr: vec![0, 1, 3],
         seq_lens: vec![9, 16],
+        num_shared_blocks: vec![],
         scale: 1.0,
         softcap: 0.0,
         window: 0,
@@ -48,6 +50,7 @@ fn attend(change: impl FnOnce(&mut Words)) -> Result<(), ArgumentError> {
         row_slots: &words.row_slots,
         query_indptr: &words.query_indptr,
         seq_lens: &words.seq_lens,
+        num_shared_blocks: &words.num_shared_blocks,
         scale: words.scale,
         window: words.window,
         softcap: words.softcap,
@@ -63,7 +66,7 @@ fn attend(change: impl FnOnce(&mut Words)) -> Result<(), ArgumentError> {
 #[test]
 fn attention() {
     attend(|_| ()).unwrap();
-    let cases: [Wrong<Words>; 17] = [
+    let cases: [Wrong<Words>; 22] = [
         ("block_tables: got block 4 at [1, 1], want 0 to 4", |w| w.block_tables[4] = 4),
         ("block_tables: got block -1 at [0, 1], want 0 to 4", |w| w.block_tables[1] = -1),
         ("row_slots: got 2 at 0, want 0 to 2", |w| w.row_slots[0] = 2),
@@ -80,6 +83,18 @@ fn attention() {
             w.seq_lens[0] = 25;
         }),
         ("seq_lens: got -3 at 0", |w| w.seq_lens[0] = -3),
+        ("num_shared_blocks: got 1 words, want one per row, 2, or none", |w| {
+            w.num_shared_blocks = vec![0];
+        }),
+        ("num_shared_blocks: got 1 at 0, want 0 to 0", |w| w.num_shared_blocks = vec![1, 0]),
+        ("num_shared_blocks: got 2 at 1, want 0 to 1", |w| w.num_shared_blocks = vec![0, 2]),
+        ("num_shared_blocks: got -1 at 1, want 0 to 1", |w| w.num_shared_blocks = vec![0, -1]),
+        (
+            "num_shared_blocks: got 1 at 1, want leading blocks that are those of the row before",
+            |w| {
+                w.num_shared_blocks = vec![0, 1];
+            },
+        ),
         ("scale: got NaN", |w| w.scale = f32::NAN),
         ("softcap: got -1", |w| w.softcap = -1.0),
         ("softcap: got inf", |w| w.softcap = f32::INFINITY),
@@ -88,6 +103,12 @@ fn attention() {
         let text = attend(change).unwrap_err().to_string();
         assert!(text.starts_with(want), "{text}");
     }
+}
+
+#[test]
+fn blocks_may_be_shared_as_far_as_they_are_equal() {
+    attend(|w| (w.block_tables[0], w.num_shared_blocks) = (3, vec![0, 1])).unwrap();
+    attend(|w| w.num_shared_blocks = vec![0, 0]).unwrap();
 }
 
 /// Entries that no row reaches may be anything.
@@ -115,6 +136,7 @@ fn shapes_of_attention() {
             row_slots: &[0],
             query_indptr: &[0, 2],
             seq_lens: &[2],
+            num_shared_blocks: &[],
             scale: 1.0,
             window: 0,
             softcap: 0.0,

@@ -69,7 +69,46 @@ fn check_rows(args: &Attention<'_>) -> Result<(), ArgumentError> {
         )?;
         check_row(args, row, slot as usize)?;
     }
-    Ok(())
+    if args.num_shared_blocks.is_empty() {
+        return Ok(());
+    }
+    require(
+        args.num_shared_blocks.len() == rows,
+        "num_shared_blocks",
+        || format!("{} words", args.num_shared_blocks.len()),
+        || format!("one per row, {rows}, or none"),
+    )?;
+    (0..rows).try_for_each(|row| check_shared(args, row))
+}
+
+/// The leading blocks that a row shares with the one before are the same, and before all queries.
+fn check_shared(args: &Attention<'_>, row: usize) -> Result<(), ArgumentError> {
+    let shared = args.num_shared_blocks[row];
+    if shared == 0 {
+        return Ok(());
+    }
+    let cached = |row: usize| {
+        let tokens = args.query_indptr[row + 1] - args.query_indptr[row];
+        (args.seq_lens[row] - tokens).max(0) as usize / args.kv.layout().block_size
+    };
+    let most = if row == 0 { 0 } else { cached(row).min(cached(row - 1)) };
+    let num = usize::try_from(shared).unwrap_or(usize::MAX);
+    require(
+        num <= most,
+        "num_shared_blocks",
+        || format!("{shared} at {row}"),
+        || format!("0 to {most}, blocks before the queries of this row and the one before"),
+    )?;
+    let table = |row: usize| {
+        let slot = args.row_slots[row] as usize;
+        &args.block_tables[slot * args.max_blocks..][..num]
+    };
+    require(
+        table(row) == table(row - 1),
+        "num_shared_blocks",
+        || format!("{shared} at {row}"),
+        || "leading blocks that are those of the row before".into(),
+    )
 }
 
 fn check_row(args: &Attention<'_>, row: usize, slot: usize) -> Result<(), ArgumentError> {

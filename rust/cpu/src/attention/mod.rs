@@ -16,6 +16,7 @@
 //! * A *tile* is up to [`tile::MAX_ROWS`] query rows (token × head) of one sequence that share a KV
 //!   head. Keys and values of a range pass through the first-level cache once a tile.
 //! * `micro` computes 6 rows × 64 keys, or × 64 dimensions, in registers.
+//! * Rows that share leading blocks are stacked into one tile over the ranges that they share.
 //! * Work is claimed by tiles; a tile too large for an even share is split between ranges, its
 //!   partials parked in memory, and whoever finishes its last piece combines them (`work`).
 //!
@@ -58,6 +59,9 @@ pub struct Attention<'a> {
     /// Tokens of each row that have K and V: its last query token is at `seq_lens[i] - 1`. 0 is a
     /// padding row, whose output is zero.
     pub seq_lens: &'a [i32],
+    /// Leading blocks of each row that are those of the row before, all of them before the queries of
+    /// both; empty: none. It changes how often memory is read, and no bit of the result.
+    pub num_shared_blocks: &'a [i32],
     /// Factor of the logits.
     pub scale: f32,
     /// Keys that a token sees, itself included; 0: all.

@@ -3,11 +3,11 @@
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering;
 
-use super::Attention;
 use super::cached::Cached;
 use super::partial::{self, Logits, Source};
 use super::scratch::{STRIDE, Scratch, Stats, scratch};
 use super::work::{Item, Workspace, partial_len};
+use super::{Attention, RANGE};
 use crate::element::{Bf16, DType};
 use crate::math;
 use crate::simd::{Kernel, LANES, Lanes, Simd};
@@ -36,7 +36,7 @@ impl Span {
     /// Whether any of them is in range number `range`.
     #[inline(always)]
     const fn meets(self, range: usize) -> bool {
-        self.low < (range + 1) * super::RANGE && self.high > range * super::RANGE
+        self.low < (range + 1) * RANGE && self.high > range * RANGE
     }
 }
 
@@ -53,12 +53,6 @@ pub(super) struct Tiles<'a, C> {
 // SAFETY: items write disjoint rows of `out` and disjoint parked partials; the latter are read
 // only by the item that counts a split down to zero, after acquiring what the others wrote.
 unsafe impl<C: Cached> Sync for Tiles<'_, C> {}
-
-/// An item and what its rows see.
-struct Tile<'a> {
-    item: &'a Item,
-    spans: [Span; MAX_ROWS],
-}
 
 impl<'a, C: Cached> Tiles<'a, C> {
     /// The items of `work` on `args` and `out`.
@@ -84,27 +78,43 @@ impl<'a, C: Cached> Tiles<'a, C> {
         }
     }
 
-    /// Token of the call and first column of a row of the tile, in q and in out.
+    /// Token of the call and first column of a query row of the item, in q and in out.
     #[inline(always)]
-    fn place(&self, item: &Item, row: usize) -> (usize, usize) {
-        let (token, head) = ((item.first + row) / self.group, (item.first + row) % self.group);
+    fn place(&self, item: &Item, index: usize) -> (usize, usize) {
+        let row = item.row + index / item.per_row;
+        let query = item.first + index % item.per_row;
+        let (token, head) = (query / self.group, query % self.group);
         let column = (item.head * self.group + head) * self.args.kv.layout().head_dim;
-        (self.args.query_indptr[item.row] as usize + token, column)
+        (self.args.query_indptr[row] as usize + token, column)
     }
 
-    /// Find what the rows of an item see, and load its queries.
+    /// What query row `query` of row `row` sees.
     #[inline(always)]
-    fn load<S: Simd>(&self, s: S, item: &'a Item, scratch: &mut Scratch) -> Tile<'a> {
-        let mut spans = [Span::default(); MAX_ROWS];
-        for (row, span) in spans.iter_mut().enumerate().take(item.count) {
-            *span = Span::of(self.args, item.row, (item.first + row) / self.group);
-            let to = &mut scratch.q[row];
-            match self.args.q.dtype() {
-                DType::F32 => self.load_row::<S, f32>(s, self.place(item, row), to),
-                DType::Bf16 => self.load_row::<S, Bf16>(s, self.place(item, row), to),
+    fn span(&self, row: usize, query: usize) -> Span {
+        Span::of(self.args, row, query / self.group)
+    }
+
+    /// What each query row of an item sees. Rows that are stacked all see the item's ranges.
+    #[inline(always)]
+    fn spans(&self, item: &Item) -> [Span; MAX_ROWS] {
+        let mut spans = [Span { low: 0, high: item.ranges.end * RANGE }; MAX_ROWS];
+        if item.num_stacked == 1 {
+            for (index, span) in spans.iter_mut().enumerate().take(item.per_row) {
+                *span = self.span(item.row, item.first + index);
             }
         }
-        Tile { item, spans }
+        spans
+    }
+
+    /// Load the queries of an item.
+    #[inline(always)]
+    fn load<S: Simd>(&self, s: S, item: &Item, scratch: &mut Scratch) {
+        for (index, to) in scratch.q.iter_mut().enumerate().take(item.count()) {
+            match self.args.q.dtype() {
+                DType::F32 => self.load_row::<S, f32>(s, self.place(item, index), to),
+                DType::Bf16 => self.load_row::<S, Bf16>(s, self.place(item, index), to),
+            }
+        }
     }
 
     #[inline(always)]
@@ -125,27 +135,29 @@ impl<'a, C: Cached> Tiles<'a, C> {
         }
     }
 
-    /// Where the partial of (range, row of the tile) is parked.
+    /// Where the partial of (range, query row of the tile) is parked.
     #[inline(always)]
-    fn parked(&self, tile: &Tile<'_>, split: usize, range: usize, row: usize) -> *mut f32 {
+    fn parked(&self, split: usize, per_row: usize, range: usize, query: usize) -> *mut f32 {
         let split = &self.work.splits[split];
-        let index = (range - split.ranges.start) * tile.item.count + row;
+        let index = (range - split.ranges.start) * per_row + query;
         let len = partial_len(self.args.kv.layout().head_dim);
         self.partials.wrapping_add(split.partials + index * len)
     }
 
-    /// Park the partials of `range`.
+    /// Park the partials of `range`, each with the tile that its row is of.
     #[inline(always)]
-    fn park<S: Simd>(&self, s: S, tile: &Tile<'_>, split: usize, range: usize, from: &Scratch) {
-        for row in 0..tile.item.count {
-            if tile.spans[row].meets(range) {
-                let to = self.parked(tile, split, range, row);
+    fn park<S: Simd>(&self, s: S, item: &Item, spans: &[Span], range: usize, from: &Scratch) {
+        let first_split = item.split.expect("only parts of tiles are parked");
+        for (index, span) in spans.iter().enumerate() {
+            if span.meets(range) {
+                let (split, query) = (first_split + index / item.per_row, index % item.per_row);
+                let to = self.parked(split, item.per_row, range, query);
                 // SAFETY: `partial_len` elements that this item alone writes.
                 unsafe {
-                    to.write(from.stats[row].max);
-                    to.add(1).write(from.stats[row].sum);
+                    to.write(from.stats[index].max);
+                    to.add(1).write(from.stats[index].sum);
                     for at in (0..self.args.kv.layout().head_dim).step_by(LANES) {
-                        let x = s.load(from.values[row].as_ptr().add(at));
+                        let x = s.load(from.values[index].as_ptr().add(at));
                         s.store(to.add(LANES + at), x);
                     }
                 }
@@ -153,31 +165,38 @@ impl<'a, C: Cached> Tiles<'a, C> {
         }
     }
 
-    /// Combine all parked partials of the tile.
+    /// An item of tile number `split` is done, on row `row` of the call: if it was the last one,
+    /// combine the tile's partials and write the output.
     #[inline(always)]
-    fn unpark<S: Simd>(&self, s: S, tile: &Tile<'_>, split: usize, scratch: &mut Scratch) {
+    fn done<S: Simd>(&self, s: S, item: &Item, row: usize, split: usize, scratch: &mut Scratch) {
+        if self.work.splits[split].num_left.fetch_sub(1, Ordering::AcqRel) > 1 {
+            return;
+        }
         let head_dim = self.args.kv.layout().head_dim;
+        clear(s, head_dim, item.per_row, scratch);
         for range in self.work.splits[split].ranges.clone() {
-            for row in 0..tile.item.count {
-                if tile.spans[row].meets(range) {
-                    let from = self.parked(tile, split, range, row);
+            for query in 0..item.per_row {
+                if self.span(row, item.first + query).meets(range) {
+                    let from = self.parked(split, item.per_row, range, query);
                     // SAFETY: parked by an item that is done.
                     unsafe {
                         let stats = Stats { max: from.read(), sum: from.add(1).read() };
-                        let total = (&mut scratch.total[row], &mut scratch.total_stats[row]);
+                        let total = (&mut scratch.total[query], &mut scratch.total_stats[query]);
                         combine(s, head_dim, stats, from.add(LANES), total);
                     }
                 }
             }
         }
+        self.finish(s, item, row - item.row, scratch);
     }
 
-    /// Divide by the sums and write the output.
+    /// Divide by the sums and write the output of one row of those that are stacked.
     #[inline(always)]
-    fn finish<S: Simd>(&self, s: S, tile: &Tile<'_>, scratch: &Scratch) {
-        for row in 0..tile.item.count {
-            let inverse = 1.0 / scratch.total_stats[row].sum;
-            let (from, place) = (&scratch.total[row], self.place(tile.item, row));
+    fn finish<S: Simd>(&self, s: S, item: &Item, stacked: usize, scratch: &Scratch) {
+        for query in 0..item.per_row {
+            let inverse = 1.0 / scratch.total_stats[query].sum;
+            let from = &scratch.total[query];
+            let place = self.place(item, stacked * item.per_row + query);
             match self.args.q.dtype() {
                 DType::F32 => self.finish_row::<S, f32>(s, from, inverse, place),
                 DType::Bf16 => self.finish_row::<S, Bf16>(s, from, inverse, place),
@@ -213,8 +232,10 @@ impl<C: Cached> Kernel for Tiles<'_, C> {
         let layout = args.kv.layout();
         // SAFETY: kernels do not nest, so this is the only use of the thread's scratch.
         let scratch = unsafe { &mut *scratch() };
-        let tile = self.load(s, item, scratch);
-        let spans = &tile.spans[..item.count];
+        self.load(s, item, scratch);
+        let spans = self.spans(item);
+        let spans = &spans[..item.count()];
+        // Rows that are stacked have the same blocks in the item's ranges.
         let slot = args.row_slots[item.row] as usize;
         let source = Source::<C> {
             base: args.kv.base::<C>(),
@@ -223,12 +244,14 @@ impl<C: Cached> Kernel for Tiles<'_, C> {
             head: item.head,
         };
         let logits = Logits { scale: args.scale, softcap: args.softcap };
-        clear(s, layout.head_dim, item.count, scratch);
+        if item.split.is_none() {
+            clear(s, layout.head_dim, item.per_row, scratch);
+        }
         for range in item.ranges.clone() {
             // SAFETY: `load` filled in the queries; the tables were checked.
             unsafe { partial::compute(s, &source, spans, logits, scratch, range) };
-            if let Some(split) = item.split {
-                self.park(s, &tile, split, range, scratch);
+            if item.split.is_some() {
+                self.park(s, item, spans, range, scratch);
                 continue;
             }
             for (row, span) in spans.iter().enumerate() {
@@ -240,13 +263,14 @@ impl<C: Cached> Kernel for Tiles<'_, C> {
                 }
             }
         }
-        if let Some(split) = item.split {
-            if self.work.splits[split].num_left.fetch_sub(1, Ordering::AcqRel) > 1 {
-                return;
+        match item.split {
+            None => self.finish(s, item, 0, scratch),
+            Some(split) => {
+                for stacked in 0..item.num_stacked {
+                    self.done(s, item, item.row + stacked, split + stacked, scratch);
+                }
             }
-            self.unpark(s, &tile, split, scratch);
         }
-        self.finish(s, &tile, scratch);
     }
 }
 

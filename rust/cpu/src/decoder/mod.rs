@@ -52,6 +52,8 @@ pub struct Step<'a> {
     pub query_indptr: &'a [i32],
     /// `[S]` tokens with K and V after this step; 0 marks a padding row.
     pub seq_lens: &'a [i32],
+    /// `[S]` leading blocks equal to the previous row's, all before the queries of both.
+    pub num_shared_blocks: &'a [i32],
     /// `[slots, max_blocks]` block ids of each row slot in order.
     pub block_tables: &'a [i32],
     /// Columns of `block_tables`.
@@ -244,6 +246,7 @@ fn attend(
         row_slots: step.row_slots,
         query_indptr: step.query_indptr,
         seq_lens: step.seq_lens,
+        num_shared_blocks: step.num_shared_blocks,
         scale: model.attention_scale,
         window: layer.window,
         softcap: 0.0,

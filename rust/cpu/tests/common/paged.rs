@@ -20,6 +20,18 @@ pub(crate) struct Case {
     pub(crate) kv_dtype: DType,
     pub(crate) window: usize,
     pub(crate) softcap: f32,
+    /// Leading blocks that every row but the first has in common with row 0, content included; as
+    /// many as it has before its queries.
+    pub(crate) num_shared_blocks: usize,
+}
+
+impl Case {
+    /// Leading blocks that a row has in common with row 0.
+    fn shared(&self, row: usize) -> usize {
+        let cached =
+            |row: usize| (self.rows[row].1.saturating_sub(self.rows[row].0)) / self.block_size;
+        if row == 0 { 0 } else { self.num_shared_blocks.min(cached(row)).min(cached(0)) }
+    }
 }
 
 impl Default for Case {
@@ -34,6 +46,7 @@ impl Default for Case {
             kv_dtype: DType::F32,
             window: 0,
             softcap: 0.0,
+            num_shared_blocks: 0,
         }
     }
 }
@@ -85,11 +98,19 @@ impl Call {
             for index in 0..blocks(shape) {
                 let block = free.pop().expect("enough blocks");
                 let gone = (index + 1) * case.block_size <= first;
-                block_tables[row * max_blocks + index] = if gone { NO_BLOCK } else { block };
+                block_tables[row * max_blocks + index] = if gone {
+                    NO_BLOCK
+                } else if index < case.shared(row) && block_tables[index] != NO_BLOCK {
+                    block_tables[index]
+                } else {
+                    block
+                };
             }
         }
         let cols = case.num_kv_heads * case.head_dim;
         let fill = |to: &mut Buffer, to_row: usize, row: usize, which: u64, position: usize| {
+            let is_shared = which < 2 && position / case.block_size < case.shared(row);
+            let row = if is_shared { 0 } else { row };
             let place = (row as u64 * 3 + which) * 1_000_003 + position as u64;
             let mut noise = Noise::new(seed * 1_000_000_007 + place);
             (0..to.cols()).for_each(|col| to.set(to_row, col, noise.next() * 2.0));
@@ -166,6 +187,11 @@ impl Call {
 
     /// The output, with guards checked.
     pub(crate) fn run(&self, pool: &Pool) -> Buffer {
+        self.run_told(pool, true)
+    }
+
+    /// The output; the call may be told which blocks rows share, or not.
+    pub(crate) fn run_told(&self, pool: &Pool, is_told: bool) -> Buffer {
         let rows = &self.case.rows;
         let mut query_indptr = vec![0];
         for &(tokens, _) in rows {
@@ -173,6 +199,18 @@ impl Call {
         }
         let row_slots: Vec<i32> = (0..rows.len() as i32).collect();
         let seq_lens: Vec<i32> = rows.iter().map(|&(_, len)| len as i32).collect();
+        // With the row before: both have the blocks of row 0, but for those that a window has passed.
+        let table = |row: usize| &self.block_tables[row * self.max_blocks..];
+        let with_row_before = |row: usize| {
+            let most = match row {
+                0 => 0,
+                1 => self.case.shared(1),
+                _ => self.case.shared(row).min(self.case.shared(row - 1)),
+            };
+            (0..most).take_while(|&index| table(row)[index] == table(row - 1)[index]).count()
+        };
+        let num_shared_blocks: Vec<i32> =
+            (0..rows.len()).map(|row| with_row_before(row) as i32).collect();
         let args = Attention {
             q: self.q.view(),
             kv: self.kv(),
@@ -181,6 +219,7 @@ impl Call {
             row_slots: &row_slots,
             query_indptr: &query_indptr,
             seq_lens: &seq_lens,
+            num_shared_blocks: if is_told { &num_shared_blocks } else { &[] },
             scale: self.scale(),
             window: self.case.window,
             softcap: self.case.softcap,

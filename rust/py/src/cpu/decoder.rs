@@ -110,7 +110,8 @@ impl Decoder {
     /// Run a step: copies, then every layer, then the logits of `out_rows`. The arrays are a plan's,
     /// by their names there; `kv` is of shape `kv_shape(...)`, `cos_sin` has cosines, then sines.
     #[pyo3(signature = (pool, kv, logits, *, token_ids, last_samples, positions, slot_mapping,
-                        row_slots, query_indptr, seq_lens, block_tables, out_rows, copies, cos_sin))]
+                        row_slots, query_indptr, seq_lens, num_shared_blocks, block_tables,
+                        out_rows, copies, cos_sin))]
     #[expect(clippy::too_many_arguments, reason = "a plan's arrays, by name in Python")]
     fn forward(
         &self,
@@ -124,6 +125,7 @@ impl Decoder {
         row_slots: &Bound<'_, PyAny>,
         query_indptr: &Bound<'_, PyAny>,
         seq_lens: &Bound<'_, PyAny>,
+        num_shared_blocks: &Bound<'_, PyAny>,
         block_tables: &Bound<'_, PyAny>,
         out_rows: &Bound<'_, PyAny>,
         copies: &Bound<'_, PyAny>,
@@ -140,6 +142,7 @@ impl Decoder {
         let row_slots = Words::new("row_slots", row_slots)?;
         let query_indptr = Words::new("query_indptr", query_indptr)?;
         let seq_lens = Words::new("seq_lens", seq_lens)?;
+        let num_shared_blocks = Words::new("num_shared_blocks", num_shared_blocks)?;
         let block_tables = Words::new_2d("block_tables", block_tables)?;
         let out_rows = Words::new("out_rows", out_rows)?;
         let copies = Words::new_2d("copies", copies)?;
@@ -151,6 +154,7 @@ impl Decoder {
             row_slots: row_slots.slice(),
             query_indptr: query_indptr.slice(),
             seq_lens: seq_lens.slice(),
+            num_shared_blocks: num_shared_blocks.slice(),
             block_tables: block_tables.slice(),
             max_blocks: block_tables.num_cols(),
             out_rows: out_rows.slice(),

@@ -238,9 +238,10 @@ impl Pool {
 
     /// Causal attention of any mix of rows. Row i owns `q[query_indptr[i]:query_indptr[i + 1]]`,
     /// whose last token has position `seq_lens[i] - 1`; `seq_lens[i] == 0` is a padding row, whose
-    /// output is zero. `window`: keys a token sees, itself included (0: all).
+    /// output is zero. `window`: keys a token sees, itself included (0: all). `num_shared_blocks`:
+    /// leading blocks of each row that are those of the row before, to read them once.
     #[pyo3(signature = (q, kv_layer, block_tables, row_slots, query_indptr, seq_lens, out, *,
-                        scale, window=0, softcap=0.0))]
+                        scale, window=0, softcap=0.0, num_shared_blocks=None))]
     #[expect(clippy::too_many_arguments, reason = "the kernel's arguments, by name in Python")]
     fn paged_attention(
         &self,
@@ -254,6 +255,7 @@ impl Pool {
         scale: f32,
         window: usize,
         softcap: f32,
+        num_shared_blocks: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let py = q.py();
         let [q, kv] = [Array::new("q", q)?, Array::new("kv_layer", kv_layer)?];
@@ -265,6 +267,8 @@ impl Pool {
         let row_slots = Words::new("row_slots", row_slots)?;
         let query_indptr = Words::new("query_indptr", query_indptr)?;
         let seq_lens = Words::new("seq_lens", seq_lens)?;
+        let num_shared_blocks =
+            num_shared_blocks.map(|words| Words::new("num_shared_blocks", words)).transpose()?;
         let args = Attention {
             q: q.matrix()?,
             // SAFETY: `kv` is a C-contiguous, aligned array of the layout's shape, borrowed for
@@ -275,6 +279,7 @@ impl Pool {
             row_slots: row_slots.slice(),
             query_indptr: query_indptr.slice(),
             seq_lens: seq_lens.slice(),
+            num_shared_blocks: num_shared_blocks.as_ref().map_or(&[], Words::slice),
             scale,
             window,
             softcap,

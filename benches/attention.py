@@ -1,0 +1,94 @@
+"""Attention of decode rows that share a prefix: told so, beside not told.
+
+    make bench-core ARGS=attention
+
+One JSON line a case: microseconds of one layer with 9 query and 3 KV heads of 64 (SmolLM2's), the
+two in turn, medians. The results have the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastserve import host
+from fastserve._core import cpu
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
+CASES = [(2, 1024), (16, 1024), (64, 1024), (64, 4096)]
+OWN_TOKENS = 32
+RUNS = 15
+
+
+def main() -> int:
+    """Measure every case. Returns the process's exit status."""
+    pool = cpu.Pool(host.cpus().num_usable)
+    for num_rows, num_shared in CASES:
+        for kv_dtype in ("float32", "bfloat16"):
+            apart, together = (case(pool, num_rows, num_shared, kv_dtype, told) for told in (0, 1))
+            times: tuple[list[float], list[float]] = ([], [])
+            for _ in range(RUNS):
+                for call, found in zip((apart, together), times, strict=True):
+                    begin = time.perf_counter()
+                    call()
+                    found.append(time.perf_counter() - begin)
+            apart_s, together_s = (statistics.median(found) for found in times)
+            record = {
+                "bench": "attention",
+                "rows": num_rows,
+                "shared_tokens": num_shared,
+                "own_tokens": OWN_TOKENS,
+                "kv_dtype": kv_dtype,
+                "threads": pool.num_threads,
+                "apart_us": round(apart_s * 1e6),
+                "together_us": round(together_s * 1e6),
+                "speedup": round(apart_s / together_s, 2),
+            }
+            print(json.dumps(record), flush=True)
+    return 0
+
+
+def case(
+    pool: cpu.Pool, num_rows: int, num_shared: int, kv_dtype: str, told: int
+) -> Callable[[], None]:
+    """A call of the kernel; all cases of one shape have the same numbers."""
+    rng = np.random.default_rng(0)
+    shared, own = num_shared // BLOCK_SIZE, OWN_TOKENS // BLOCK_SIZE
+    shape = cpu.kv_layer_shape(shared + num_rows * own, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    kv: NDArray[np.float32] | NDArray[np.uint16] = rng.standard_normal(shape, dtype=np.float32)
+    if kv_dtype == "bfloat16":
+        kv = (kv.view(np.uint32) >> 16).astype(np.uint16)
+    tables = np.empty((num_rows, shared + own), np.int32)
+    tables[:, :shared] = np.arange(shared)
+    tables[:, shared:] = shared + np.arange(num_rows * own).reshape(num_rows, own)
+    q = rng.standard_normal((num_rows, HEADS, HEAD_DIM), dtype=np.float32)
+    out = np.empty_like(q)
+    num_shared_blocks = np.full(num_rows, shared * told, np.int32)
+    num_shared_blocks[0] = 0
+    slots, indptr = (np.arange(num_rows + more, dtype=np.int32) for more in (0, 1))
+    seq_lens = np.full(num_rows, num_shared + OWN_TOKENS, np.int32)
+
+    def call() -> None:
+        pool.paged_attention(
+            q,
+            kv,
+            tables,
+            slots,
+            indptr,
+            seq_lens,
+            out,
+            scale=HEAD_DIM**-0.5,
+            num_shared_blocks=num_shared_blocks,
+        )
+
+    return call
+
+
+if __name__ == "__main__":
+    sys.exit(main())
