@@ -367,11 +367,29 @@ fn the_timeline_tells_a_requests_life() {
             finished
         ]
     );
+    // The last step planned when it happened: the step that admits is not planned yet.
+    let events = driver.inbox.timeline(RequestId(1));
+    let when: Vec<(u64, u64)> = events.iter().map(|event| (event.step.0, event.at)).collect();
+    let ms = 1_000_000;
+    assert_eq!(when, [(0, ms), (0, ms), (1, 2 * ms), (2, 4 * ms)]);
     assert_eq!(driver.core.timeline(RequestId(2)), driver.inbox.timeline(RequestId(2)));
     let steps = driver.inbox.steps_since(fastserve_base::StepId(2));
     assert_eq!(steps.len(), 1);
     assert_eq!((steps[0].num_rows, steps[0].num_decode_rows, steps[0].num_tokens), (1, 1, 1));
     assert_eq!(steps[0].committed_at - steps[0].planned_at, 1_000_000);
+}
+
+#[test]
+fn evicted_blocks_are_counted() {
+    let mut driver = Driver::new(CoreConfig { num_blocks: 6, max_model_len: 12, ..small() });
+    driver.submit(request(1, &[1, 2, 3, 4, 5, 6, 7], 1));
+    driver.run_to_end(10);
+    let stats = driver.core.stats();
+    assert_eq!((stats.cached, stats.free, stats.num_evicted_blocks), (3, 3, 0));
+    // Five blocks: three are free, and two of the cached ones give way.
+    driver.submit(request(2, &[11, 12, 13, 14, 15, 16, 17, 18, 19], 1));
+    driver.run_to_end(10);
+    assert_eq!(driver.core.stats().num_evicted_blocks, 2);
 }
 
 #[test]
