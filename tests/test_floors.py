@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fastserve import doctor
 from fastserve.extras import EXTRAS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -232,6 +233,11 @@ def test_requirements_are_those_of_the_extras() -> None:
     assert base == {normalised(line) for line in project["dependencies"]} | {"maturin"}
     listed = base | {normalised(line) for line in requirement_lines("dev.txt")}
     assert listed == {normalised(line) for line in wanted}
+
+
+def test_doctor_knows_the_base_install() -> None:
+    asked = manifest(REPOSITORY / "pyproject.toml")["project"]["dependencies"]
+    assert {normalised(name) for name in doctor._BASE} == {normalised(line) for line in asked}
 
 
 def test_messages_name_the_packages_of_the_extras() -> None:

@@ -27,7 +27,7 @@ from greedy import ABORT_STATES, MAX_TIES, TALLIES, Reference, Tally, run_round
 
 NAME = "tiny models"
 MIN_PREEMPTIONS = 20
-MAX_ROUNDS = 40
+MAX_ROUNDS = 100
 ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 OTHERS = tuple(name for name in model_factory.VARIANTS if name not in ARCHITECTURES)
 COUNTS = (1, 7, 16, 64, 512)

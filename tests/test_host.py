@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+
+import pytest
 
 from fastserve import host
 
@@ -74,3 +77,14 @@ def test_this_machine_has_something() -> None:
     memory = host.memory()
     assert 0 < memory.available_bytes <= memory.total_bytes
     assert 1 <= host.cpus().num_usable <= host.cpus().num_online
+
+
+def test_a_limit_of_the_address_space_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ulimit -v``: what the process has already is gone from it."""
+    proc, cgroup = machine(tmp_path, "0::/\n", {})
+    (proc / "self" / "statm").write_text(f"{GIB // resource.getpagesize()} 5 5 5 0 5 0\n")
+    for limit, left in ((3 * GIB, 2 * GIB), (GIB // 2, 0), (20 * GIB, 8 * GIB)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        assert host.memory(proc, cgroup).available_bytes == left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -315,6 +316,45 @@ def test_a_broken_header_is_explained(offset, word, want, file, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     assert error_of(path).startswith(want)
+
+
+def packed_string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "want"),
+    [
+        ("split.count", struct.pack("<I", 8) + packed_string("2"), "split.count is '2'"),
+        ("split.count", struct.pack("<IIQII", 9, 4, 2, 1, 1), "split.count is "),
+        ("x", struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 10_000, "x is an array of type 9"),
+    ],
+)
+def test_metadata_of_another_type_is_corrupt(key, value, want, tmp_path):
+    path = tmp_path / "bad.gguf"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    path.write_bytes(header + packed_string(key) + value)
+    with pytest.raises(ModelError, match="corrupt: (metadata )?" + want):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (7, 8, 9)])
+def test_an_embedding_has_two_dimensions(shape, file):
+    found = read_gguf(file)
+    tensors = dict(found.tensors)
+    tensors["token_embd.weight"] = replace(tensors["token_embd.weight"], shape=shape)
+    with pytest.raises(ModelError, match="the architecture wants two dimensions"):
+        config_from_gguf(replace(found, tensors=tensors))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_rope_divisors_are_above_zero(bad, tmp_path):
+    folder = model_factory.make("llama3", tmp_path)
+    divisors = np.full(resolve(folder).config().head_dim // 2, 2.0, np.float32)
+    divisors[3] = bad
+    path = tmp_path / "model.gguf"
+    gguf_factory.convert(folder, path, extra={"rope_freqs.weight": divisors})
+    assert "want finite numbers above 0" in error_of(path)
 
 
 def test_random_damage_never_escapes_as_another_error(file, tmp_path):

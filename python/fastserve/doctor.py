@@ -39,10 +39,14 @@ _INSTRUCTION_SETS = {
     "sve": "SVE",
 }
 _PURPOSES = {
-    "torch": "for CUDA, and for bfloat16 on processors that multiply it",
+    "torch": "makes bfloat16 models faster where the processor multiplies bfloat16",
     "server": "for fastserve serve",
 }
-_LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn")
+_BASE = (
+    *("numpy", "tokenizers", "jinja2", "gguf", "huggingface_hub", "safetensors", "typer", "rich"),
+)
+"""What the base install has. A test holds it to ``pyproject.toml``."""
+_LIBRARIES = ("torch", "fastapi", "uvicorn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,11 @@ def _versions(problems: list[str]) -> Iterator[tuple[str, str]]:
     yield "fastserve", f"{_core.__version__} ({Path(__file__).parent})"
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
-    found = {name: _version(name) for name in _LIBRARIES}
+    found = {name: _version(name) for name in (*_BASE, *_LIBRARIES)}
     yield "libraries", ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    lost = [name for name in _BASE if found[name] is None]
+    if lost:
+        problems.append(f"not installed: {', '.join(lost)}; pip install {' '.join(lost)}")
     for extra, purpose in _PURPOSES.items():
         optional = f"optional, {purpose}: {how_to_install(extra)}"
         yield f"extra {extra}", optional if missing(extra) else "installed"

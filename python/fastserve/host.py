@@ -69,7 +69,22 @@ def memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> Memory:
             limit = group_limit if limit is None else min(limit, group_limit)
             used = (_number(folder / usage_name) or 0) - _reclaimable(folder, cache_key)
             available = min(available, max(0, group_limit - max(0, used)))
+    available = min(available, _address_space_left(proc, available))
     return Memory(total_bytes=total, available_bytes=available, limit_bytes=limit)
+
+
+def _address_space_left(proc: Path, unlimited: int) -> int:
+    """What ``ulimit -v`` leaves this process; `unlimited` where there is no such limit."""
+    try:
+        import resource
+    except ImportError:
+        return unlimited
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return unlimited
+    num_pages = _text(proc / "self" / "statm").split()[:1]
+    used = int(num_pages[0]) * resource.getpagesize() if num_pages else 0
+    return max(0, soft - used)
 
 
 def cpus(proc: Path = _PROC, cgroup: Path = _CGROUP) -> Cpus:

@@ -105,7 +105,8 @@ class CpuRunner:
             source: From :func:`fastserve.models.resolve.resolve`.
             dtype: ``float32`` or ``bfloat16``, which weights are converted to. ``auto``: weights
                 stay in the file's format where a kernel knows it; bfloat16 is computed in where
-                the file has it and torch multiplies it natively, otherwise float32.
+                the file has it, the processor multiplies it and torch is installed, otherwise
+                float32.
             kv_cache_dtype: The same for keys and values; ``auto`` is what is computed in.
             num_threads: Threads that compute. By default one for each core that may be used.
             progress: Called as the weights come in.
@@ -146,18 +147,30 @@ class CpuRunner:
         return self.config.num_layers * block_size * per_token
 
     def allocate_kv(self, num_blocks: int, block_size: int, block_tables: Words) -> None:
-        """Make the cache. The memory is taken only where it is used."""
+        """Make the cache. The memory is taken only where it is used.
+
+        Raises:
+            MemoryError: The system does not give as much; names it.
+        """
         config = self.config
         num_positions = block_tables.shape[1] * block_size
-        self._cache = KvCache(
-            kv=empty_kv(
+        try:
+            kv = empty_kv(
                 config.num_layers,
                 num_blocks,
                 block_size,
                 config.num_kv_heads,
                 config.head_dim,
                 self.kv_dtype,
-            ),
+            )
+        except MemoryError:
+            num_gib = num_blocks * self.kv_bytes_per_block(block_size) / 2**30
+            raise MemoryError(
+                f"num_blocks={num_blocks}: their keys and values take {num_gib:.1f} GiB, which the "
+                "system does not give; choose a lower num_blocks or max_model_len"
+            ) from None
+        self._cache = KvCache(
+            kv=kv,
             block_tables=block_tables,
             cos_sin=rope_table(
                 config.rope, config.head_dim, num_positions, self.weights.rope_divisors

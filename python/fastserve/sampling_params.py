@@ -183,7 +183,8 @@ class _Checker:
             return
         number = _as_int(value)
         if number is None or not low <= number <= high:
-            want = want or f"{low} to {high}"
+            if want is None or (number is not None and number > high):
+                want = f"{low} to {high}"
             kind = "an integer, " if number is None else ""
             self.refuse(name, value, kind + want)
         else:

@@ -84,10 +84,16 @@ def one_line_errors() -> Iterator[None]:
         # A caller's mistake, or a failure at run time.
         print_error(str(error))
         raise typer.Exit(FAILED if isinstance(error, RuntimeError) else BAD_INPUT) from None
+    except ModuleNotFoundError as error:
+        # A package of the base install is gone.
+        remedy = f"; install it with: pip install {error.name}" if error.name else ""
+        print_error(f"{error}{remedy}")
+        raise typer.Exit(FAILED) from None
     except (ImportError, OSError) as error:
         # A missing extra, a full disk, a port in use.
         print_error(str(error))
         raise typer.Exit(FAILED) from None
-    except MemoryError:
-        print_error("out of memory; choose a smaller model, --num-blocks or --max-model-len")
+    except MemoryError as error:
+        said = str(error) or "choose a smaller model, --num-blocks or --max-model-len"
+        print_error(f"out of memory; {said}")
         raise typer.Exit(FAILED) from None

@@ -19,7 +19,7 @@ SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Families by the name that ``model_type`` and ``general.architecture`` give them."""
 
 _LIMITS: Final = {
-    "vocab_size": 1 << 24,
+    "vocab_size": 1 << 23,  # What sampling takes.
     "hidden_size": 1 << 20,
     "num_layers": 1 << 12,
     "num_q_heads": 1 << 12,

@@ -85,7 +85,7 @@ def config_from_gguf(file: GgufFile) -> DecoderConfig:
 
 def _same_in_every_layer(file: GgufFile, key: str, default: int | None) -> int:
     value: Any = file.metadata.get(key)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         sizes = sorted(set(value.tolist()))
         if len(sizes) != 1:
             raise ModelError(f"{file.path}: {key} differs between layers ({sizes}): not supported")
@@ -98,6 +98,11 @@ def _vocab_size(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
+    if len(embedding.shape) != 2:
+        raise ModelError(
+            f"{file.path}: tensor token_embd.weight has shape {list(embedding.shape)}, the "
+            "architecture wants two dimensions"
+        )
     return embedding.shape[0]
 
 

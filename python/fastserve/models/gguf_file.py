@@ -109,10 +109,12 @@ def _parse(path: Path, data: mmap.mmap) -> GgufFile:
     for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"), key)
-    if metadata.get("split.count", 0) > 1:
+    num_parts = metadata.get("split.count", 0)
+    if not isinstance(num_parts, int):
+        raise ModelError(f"{path}: corrupt: split.count is {_show(num_parts)}")
+    if num_parts > 1:
         raise ModelError(
-            f"{path}: one of {metadata['split.count']} parts; join them with "
-            "llama-gguf-split --merge"
+            f"{path}: one of {num_parts} parts; join them with llama-gguf-split --merge"
         )
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
@@ -184,7 +186,8 @@ class _Cursor:
             layout = np.dtype("?" if kind == _BOOL else "<" + _SCALARS[kind])
             start = self._advance(count * layout.itemsize)
             return np.frombuffer(self.data, layout, count, start).copy()
-        return [self.value(kind, key) for _ in range(count)]
+        # Nothing has arrays of arrays; a file of nothing else would nest them without end.
+        raise ModelError(f"{self.path}: corrupt: metadata {key} is an array of type {kind}")
 
     def _strings(self, count: int) -> list[str]:
         # The hot loop of start-up: a vocabulary and its merges.

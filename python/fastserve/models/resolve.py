@@ -55,7 +55,7 @@ class ModelSource:
 
 
 def check_name(name: str | Path) -> None:
-    """Refuse a name that can be no model, before torch is imported or the hub is asked.
+    """Refuse a name that can be no model, before anything is loaded or the hub is asked.
 
     Raises:
         ModelError: It is no path that exists, not the built-in model and no hub id.

@@ -185,8 +185,17 @@ def load_weights(
                 _read(part, checkpoint, config, reader)
 
     _run_in_threads(work, num_threads, pending.clear)
+    _check_divisors(checkpoint, allocation.weights.rope_divisors)
     allocation.weights.close()
     return allocation.weights
+
+
+def _check_divisors(checkpoint: Checkpoint, divisors: NDArray[np.float32] | None) -> None:
+    if divisors is not None and not (np.isfinite(divisors) & (divisors > 0)).all():
+        raise ModelError(
+            f"{checkpoint.origin}: tensor {checkpoint.spelled(_ROPE_DIVISORS)} has "
+            f"{divisors.min()} to {divisors.max()}: want finite numbers above 0"
+        )
 
 
 def _read(part: _Part, checkpoint: Checkpoint, config: DecoderConfig, reader: TensorReader) -> None:

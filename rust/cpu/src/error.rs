@@ -10,12 +10,20 @@ pub struct ArgumentError {
     pub got: String,
     /// What would have been accepted.
     pub want: String,
+    /// Whether the argument is right and the system has no memory for it.
+    pub is_out_of_memory: bool,
 }
 
 impl ArgumentError {
     /// An error for `argument`, which was `got` and should be `want`.
     pub fn new(argument: &'static str, got: impl Into<String>, want: impl Into<String>) -> Self {
-        Self { argument, got: got.into(), want: want.into() }
+        Self { argument, got: got.into(), want: want.into(), is_out_of_memory: false }
+    }
+
+    /// An error for `argument`, which the system has no memory for.
+    pub fn out_of_memory(argument: &'static str, got: impl Into<String>) -> Self {
+        let want = "as many as there is memory for";
+        Self { is_out_of_memory: true, ..Self::new(argument, got, want) }
     }
 }
 

@@ -416,6 +416,14 @@ fn a_model_whose_parts_do_not_fit_is_refused_by_name() {
         "head_dim: got 12, want a multiple of 8, at most 256"
     );
     assert_eq!(
+        refused(&|m| (m.num_q_heads, m.num_kv_heads) = ((1 << 61) + 2, 1)),
+        "num_q_heads: got 2305843009213693954, want at most 1048576"
+    );
+    assert_eq!(
+        refused(&|m| m.norm_eps = f32::NAN),
+        "norm_eps: got NaN, want a finite number, 0 or more"
+    );
+    assert_eq!(
         refused(&|m| m.num_q_heads = 3),
         "num_q_heads: got 3, want a multiple of num_kv_heads=2"
     );

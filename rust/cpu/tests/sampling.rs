@@ -259,8 +259,8 @@ fn wrong_arguments_are_refused_by_name() {
         "logits: got [2, 3] bfloat16 (as uint16), want float32 with 1 to 8388608 columns";
     assert_eq!(refusal(best_tokens(&pool, &narrow.view())), wanted_logits);
     assert_eq!(refusal(draw_tokens(&pool, &narrow.view(), &settings.view())), wanted_logits);
-    assert_eq!(draw(|s| s.rows[1] = 2), "rows: got 2 at 1, want 0 to 2");
-    assert_eq!(draw(|s| s.rows[0] = -1), "rows: got -1 at 0, want 0 to 2");
+    assert_eq!(draw(|s| s.rows[1] = 2), "rows: got 2 at 1, want 0 to 1");
+    assert_eq!(draw(|s| s.rows[0] = -1), "rows: got -1 at 0, want 0 to 1");
     let cases: [Wrong; 5] = [
         ("temperature", |s| s.temperature.truncate(1)),
         ("top_k", |s| s.top_k.truncate(1)),
@@ -276,8 +276,8 @@ fn wrong_arguments_are_refused_by_name() {
         refusal(row_logprobs(&pool, &logits.view(), rows, chosen, num_best))
     };
     assert_eq!(refusal(row_logprobs(&pool, &narrow.view(), &[], &[], &[])), wanted_logits);
-    assert_eq!(score(&[2], &[0], &[0]), "rows: got 2 at 0, want 0 to 2");
-    assert_eq!(score(&[0, 0], &[0, 3], &[0, 0]), "chosen: got 3 at 1, want 0 to 3");
+    assert_eq!(score(&[2], &[0], &[0]), "rows: got 2 at 0, want 0 to 1");
+    assert_eq!(score(&[0, 0], &[0, 3], &[0, 0]), "chosen: got 3 at 1, want 0 to 2");
     assert_eq!(score(&[0], &[], &[0]), "chosen: got 0 values, want one for each of rows, 1");
     assert_eq!(score(&[0], &[0], &[]), "num_best: got 0 values, want one for each of rows, 1");
     assert_eq!(score(&[0, 0], &[0, 0], &[4, -2]), "num_best: got -2 at 1, want at least 0");

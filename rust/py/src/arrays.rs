@@ -197,6 +197,7 @@ pub(crate) fn check_overlap(
 
 /// A C-contiguous `int32` array.
 pub(crate) struct Words<'py> {
+    name: &'static str,
     numpy: Bound<'py, PyUntypedArray>,
 }
 
@@ -217,7 +218,7 @@ impl<'py> Words<'py> {
         if !found.is_equiv_to(&dtype::<i32>(object.py())) {
             return Err(PyTypeError::new_err(format!("{name}: got {found}, want int32")));
         }
-        let this = Self { numpy: array };
+        let this = Self { name, numpy: array };
         let aligned = (this.data() as usize).is_multiple_of(size_of::<i32>());
         if this.numpy.ndim() != axes || !this.numpy.is_c_contiguous() || !aligned {
             let (shape, strides) = (this.numpy.shape(), this.numpy.strides());
@@ -241,6 +242,23 @@ impl<'py> Words<'py> {
         // SAFETY: contiguous, aligned `int32` that the array keeps alive; that nobody writes it
         // during the call is the module's contract with Python.
         unsafe { std::slice::from_raw_parts(self.data(), self.numpy.len()) }
+    }
+
+    /// `ValueError` if any of them is in memory that is written.
+    pub(crate) fn check_apart(&self, written: &[&Array<'_>]) -> PyResult<()> {
+        let (start, len) = (self.data(), self.numpy.len());
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: contiguous, aligned `int32` that the array keeps alive; only its place is looked at.
+        let own = unsafe { Matrix::from_raw(start.cast(), DType::F32, 1, len, len) };
+        for array in written {
+            if array.matrix()?.overlaps(&own) {
+                let message = format!("{} and {}: want memory of their own", array.name, self.name);
+                return Err(PyValueError::new_err(message));
+            }
+        }
+        Ok(())
     }
 
     /// Length of the last axis.

@@ -93,8 +93,9 @@ fn run<C: Cached>(pool: &Pool, args: &Attention<'_>, out: &MatrixMut<'_>) {
     scratch::with_workspace(|workspace| {
         let work_ns = workspace.plan(args, pool);
         let partials = workspace.partials.as_mut_ptr();
-        let kernel = tile::Tiles::<C>::new(args, out, workspace, partials);
-        kernel.zero_padding();
-        pool.run(&kernel, workspace.items.len(), work_ns);
+        let kernel = |items| tile::Tiles::<C>::new(args, out, items, workspace, partials);
+        kernel(&workspace.items).zero_padding();
+        pool.run(&kernel(&workspace.stacks), workspace.stacks.len(), work_ns.stacks);
+        pool.run(&kernel(&workspace.items), workspace.items.len(), work_ns.items);
     });
 }

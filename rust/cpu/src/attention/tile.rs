@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::cached::Cached;
 use super::partial::{self, Logits, Source};
 use super::scratch::{STRIDE, Scratch, Stats, scratch};
-use super::work::{Item, Workspace, partial_len};
+use super::work::{Item, Split, Workspace, partial_len};
 use super::{Attention, RANGE};
 use crate::element::{Bf16, DType};
 use crate::math;
@@ -40,31 +40,34 @@ impl Span {
     }
 }
 
-/// The items of a call.
+/// Some items of a call.
 pub(super) struct Tiles<'a, C> {
     args: &'a Attention<'a>,
     out: &'a MatrixMut<'a>,
-    work: &'a Workspace,
+    items: &'a [Item],
+    splits: &'a [Split],
     partials: *mut f32,
     group: usize,
     types: PhantomData<C>,
 }
 
 // SAFETY: items write disjoint rows of `out` and disjoint parked partials; the latter are read
-// only by the item that counts a split down to zero, after acquiring what the others wrote.
+// only by the item that counts a split down to zero, after acquiring what the others wrote. Totals
+// that a tile goes on from are of items of an earlier call of the pool.
 unsafe impl<C: Cached> Sync for Tiles<'_, C> {}
 
 impl<'a, C: Cached> Tiles<'a, C> {
-    /// The items of `work` on `args` and `out`.
+    /// `items`, all stacks of `work` or all of its other items, on `args` and `out`.
     pub(super) fn new(
         args: &'a Attention<'a>,
         out: &'a MatrixMut<'a>,
+        items: &'a [Item],
         work: &'a Workspace,
         partials: *mut f32,
     ) -> Self {
         let layout = args.kv.layout();
         let group = args.q.num_cols() / layout.head_dim / layout.num_kv_heads;
-        Self { args, out, work, partials, group, types: PhantomData }
+        Self { args, out, items, splits: &work.splits, partials, group, types: PhantomData }
     }
 
     /// Zero the output of padding rows.
@@ -94,10 +97,11 @@ impl<'a, C: Cached> Tiles<'a, C> {
         Span::of(self.args, row, query / self.group)
     }
 
-    /// What each query row of an item sees. Rows that are stacked all see the item's ranges.
+    /// What each query row of an item sees. Rows that are stacked all see the ranges of their tile.
     #[inline(always)]
     fn spans(&self, item: &Item) -> [Span; MAX_ROWS] {
-        let mut spans = [Span { low: 0, high: item.ranges.end * RANGE }; MAX_ROWS];
+        let end = item.split.map_or(item.ranges.end, |split| self.splits[split].ranges.end);
+        let mut spans = [Span { low: 0, high: end * RANGE }; MAX_ROWS];
         if item.num_stacked == 1 {
             for (index, span) in spans.iter_mut().enumerate().take(item.per_row) {
                 *span = self.span(item.row, item.first + index);
@@ -135,68 +139,87 @@ impl<'a, C: Cached> Tiles<'a, C> {
         }
     }
 
-    /// Where the partial of (range, query row of the tile) is parked.
+    /// Where partial number `index` from `start` on is parked.
     #[inline(always)]
-    fn parked(&self, split: usize, per_row: usize, range: usize, query: usize) -> *mut f32 {
-        let split = &self.work.splits[split];
-        let index = (range - split.ranges.start) * per_row + query;
-        let len = partial_len(self.args.kv.layout().head_dim);
-        self.partials.wrapping_add(split.partials + index * len)
+    fn parked(&self, start: usize, index: usize) -> *mut f32 {
+        self.partials.wrapping_add(start + index * partial_len(self.args.kv.layout().head_dim))
     }
 
-    /// Park the partials of `range`, each with the tile that its row is of.
+    /// Where the partials of `range` of a tile of `count` query rows are parked.
     #[inline(always)]
-    fn park<S: Simd>(&self, s: S, item: &Item, spans: &[Span], range: usize, from: &Scratch) {
-        let first_split = item.split.expect("only parts of tiles are parked");
-        for (index, span) in spans.iter().enumerate() {
-            if span.meets(range) {
-                let (split, query) = (first_split + index / item.per_row, index % item.per_row);
-                let to = self.parked(split, item.per_row, range, query);
-                // SAFETY: `partial_len` elements that this item alone writes.
-                unsafe {
-                    to.write(from.stats[index].max);
-                    to.add(1).write(from.stats[index].sum);
-                    for at in (0..self.args.kv.layout().head_dim).step_by(LANES) {
-                        let x = s.load(from.values[index].as_ptr().add(at));
-                        s.store(to.add(LANES + at), x);
-                    }
+    fn parked_range(&self, split: &Split, count: usize, range: usize) -> usize {
+        let index = (range - split.ranges.start) * count;
+        split.partials + index * partial_len(self.args.kv.layout().head_dim)
+    }
+
+    /// Park one partial, or one total.
+    ///
+    /// # Safety
+    ///
+    /// `partial_len` elements at `to` are this item's alone.
+    #[inline(always)]
+    unsafe fn park<S: Simd>(&self, s: S, to: *mut f32, stats: Stats, values: &[f32; STRIDE]) {
+        // SAFETY: the caller's promise; a row of scratch holds any head.
+        unsafe {
+            to.write(stats.max);
+            to.add(1).write(stats.sum);
+            for at in (0..self.args.kv.layout().head_dim).step_by(LANES) {
+                s.store(to.add(LANES + at), s.load(values.as_ptr().add(at)));
+            }
+        }
+    }
+
+    /// Start the totals of an item's tile: of no keys, or of those that its rows' stack has seen.
+    #[inline(always)]
+    fn start<S: Simd>(&self, s: S, item: &Item, scratch: &mut Scratch) {
+        let head_dim = self.args.kv.layout().head_dim;
+        let Some(from) = item.goes_on_from else {
+            return clear(s, head_dim, item.count(), scratch);
+        };
+        for index in 0..item.count() {
+            let from = self.parked(from, index);
+            // SAFETY: parked by a stack, all of which are done.
+            unsafe {
+                scratch.total_stats[index] = Stats { max: from.read(), sum: from.add(1).read() };
+                for at in (0..head_dim).step_by(LANES) {
+                    let x = s.load(from.add(LANES + at));
+                    s.store(scratch.total[index].as_mut_ptr().add(at), x);
                 }
             }
         }
     }
 
-    /// An item of tile number `split` is done, on row `row` of the call: if it was the last one,
-    /// combine the tile's partials and write the output.
+    /// Combine all parked partials of a tile that was split.
     #[inline(always)]
-    fn done<S: Simd>(&self, s: S, item: &Item, row: usize, split: usize, scratch: &mut Scratch) {
-        if self.work.splits[split].num_left.fetch_sub(1, Ordering::AcqRel) > 1 {
-            return;
-        }
+    fn unpark<S: Simd>(&self, s: S, split: &Split, spans: &[Span], scratch: &mut Scratch) {
         let head_dim = self.args.kv.layout().head_dim;
-        clear(s, head_dim, item.per_row, scratch);
-        for range in self.work.splits[split].ranges.clone() {
-            for query in 0..item.per_row {
-                if self.span(row, item.first + query).meets(range) {
-                    let from = self.parked(split, item.per_row, range, query);
+        for range in split.ranges.clone() {
+            let start = self.parked_range(split, spans.len(), range);
+            for (index, span) in spans.iter().enumerate() {
+                if span.meets(range) {
+                    let from = self.parked(start, index);
                     // SAFETY: parked by an item that is done.
                     unsafe {
                         let stats = Stats { max: from.read(), sum: from.add(1).read() };
-                        let total = (&mut scratch.total[query], &mut scratch.total_stats[query]);
+                        let total = (&mut scratch.total[index], &mut scratch.total_stats[index]);
                         combine(s, head_dim, stats, from.add(LANES), total);
                     }
                 }
             }
         }
-        self.finish(s, item, row - item.row, scratch);
     }
 
-    /// Divide by the sums and write the output of one row of those that are stacked.
+    /// Park the totals, or divide them by the sums and write the output.
     #[inline(always)]
-    fn finish<S: Simd>(&self, s: S, item: &Item, stacked: usize, scratch: &Scratch) {
-        for query in 0..item.per_row {
-            let inverse = 1.0 / scratch.total_stats[query].sum;
-            let from = &scratch.total[query];
-            let place = self.place(item, stacked * item.per_row + query);
+    fn finish<S: Simd>(&self, s: S, item: &Item, scratch: &Scratch) {
+        for index in 0..item.count() {
+            let (from, stats) = (&scratch.total[index], scratch.total_stats[index]);
+            if let Some(at) = item.parks_at {
+                // SAFETY: the tile's own, and this is its last item.
+                unsafe { self.park(s, self.parked(at, index), stats, from) };
+                continue;
+            }
+            let (inverse, place) = (1.0 / stats.sum, self.place(item, index));
             match self.args.q.dtype() {
                 DType::F32 => self.finish_row::<S, f32>(s, from, inverse, place),
                 DType::Bf16 => self.finish_row::<S, Bf16>(s, from, inverse, place),
@@ -227,7 +250,7 @@ impl<'a, C: Cached> Tiles<'a, C> {
 impl<C: Cached> Kernel for Tiles<'_, C> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, index: usize) {
-        let item = &self.work.items[index];
+        let item = &self.items[index];
         let args = self.args;
         let layout = args.kv.layout();
         // SAFETY: kernels do not nest, so this is the only use of the thread's scratch.
@@ -244,33 +267,40 @@ impl<C: Cached> Kernel for Tiles<'_, C> {
             head: item.head,
         };
         let logits = Logits { scale: args.scale, softcap: args.softcap };
-        if item.split.is_none() {
-            clear(s, layout.head_dim, item.per_row, scratch);
+        let split = item.split.map(|split| &self.splits[split]);
+        if split.is_none() {
+            self.start(s, item, scratch);
         }
         for range in item.ranges.clone() {
             // SAFETY: `load` filled in the queries; the tables were checked.
             unsafe { partial::compute(s, &source, spans, logits, scratch, range) };
-            if item.split.is_some() {
-                self.park(s, item, spans, range, scratch);
-                continue;
-            }
+            let start = split.map(|split| self.parked_range(split, item.count(), range));
             for (row, span) in spans.iter().enumerate() {
-                if span.meets(range) {
-                    let (stats, values) = (scratch.stats[row], scratch.values[row].as_ptr());
-                    let total = (&mut scratch.total[row], &mut scratch.total_stats[row]);
-                    // SAFETY: a row of scratch holds any head, rounded up to whole vectors.
-                    unsafe { combine(s, layout.head_dim, stats, values, total) };
+                if !span.meets(range) {
+                    continue;
+                }
+                let stats = scratch.stats[row];
+                // SAFETY: the partial is this item's to park; a row of scratch holds any head, rounded
+                // up to whole vectors.
+                unsafe {
+                    if let Some(start) = start {
+                        self.park(s, self.parked(start, row), stats, &scratch.values[row]);
+                    } else {
+                        let values = scratch.values[row].as_ptr();
+                        let total = (&mut scratch.total[row], &mut scratch.total_stats[row]);
+                        combine(s, layout.head_dim, stats, values, total);
+                    }
                 }
             }
         }
-        match item.split {
-            None => self.finish(s, item, 0, scratch),
-            Some(split) => {
-                for stacked in 0..item.num_stacked {
-                    self.done(s, item, item.row + stacked, split + stacked, scratch);
-                }
+        if let Some(split) = split {
+            if split.num_left.fetch_sub(1, Ordering::AcqRel) > 1 {
+                return;
             }
+            self.start(s, item, scratch);
+            self.unpark(s, split, spans, scratch);
         }
+        self.finish(s, item, scratch);
     }
 }
 

@@ -80,8 +80,13 @@ impl KvCache<'_> {
         for layer in 0..self.num_layers {
             let start = self.start(layer);
             for pair in pairs.chunks_exact(2) {
-                let [from, into] =
-                    [pair[0], pair[1]].map(|id| start.wrapping_add(id as usize * size));
+                // Checked before; checked again because foreign memory may have changed.
+                let [from, into] = [pair[0], pair[1]].map(|id| id as usize);
+                assert!(
+                    from < num_blocks && into < num_blocks,
+                    "a copied block is outside the pool"
+                );
+                let [from, into] = [from, into].map(|block| start.wrapping_add(block * size));
                 // SAFETY: two whole blocks of this layer, which may be the same one.
                 unsafe { into.copy_from(from, size) };
             }

@@ -23,6 +23,8 @@ pub use buffers::Numbers;
 pub use cache::KvCache;
 pub use weights::{Layer, Model};
 
+use std::sync::{Mutex, PoisonError};
+
 use buffers::Buffers;
 
 use crate::attention::{Attention, paged_attention};
@@ -67,10 +69,14 @@ pub struct Step<'a> {
 }
 
 /// A model, and memory for its activations.
+///
+/// Threads that compute with it take turns. In a process forked from the one that made it, where another
+/// thread may have been in the middle of a step, every call has memory of its own.
 #[derive(Debug)]
 pub struct Decoder {
     model: Model,
-    buffers: Buffers,
+    buffers: Mutex<Buffers>,
+    process: u32,
 }
 
 impl Decoder {
@@ -81,9 +87,8 @@ impl Decoder {
     /// A part of the model whose shape does not fit the others, by name.
     pub fn new(model: Model) -> Result<Self, ArgumentError> {
         model.check()?;
-        let (hidden, inner) = (model.hidden_size(), model.intermediate_size());
-        let buffers = Buffers::new(model.dtype, hidden, model.q_size(), model.kv_size(), inner);
-        Ok(Self { model, buffers })
+        let buffers = Mutex::new(Buffers::of(&model));
+        Ok(Self { model, buffers, process: std::process::id() })
     }
 
     /// What it computes with.
@@ -99,7 +104,7 @@ impl Decoder {
     /// Shapes that do not fit each other and indices out of range, named by argument. Blocks that the
     /// step copies or writes may have been written then; logits are not.
     pub fn forward(
-        &mut self,
+        &self,
         pool: &Pool,
         step: &Step<'_>,
         kv: &mut KvCache<'_>,
@@ -107,12 +112,27 @@ impl Decoder {
     ) -> Result<(), ArgumentError> {
         self.check(step, kv, logits.as_matrix())?;
         kv.copy_blocks(step.copies)?;
-        let num_tokens = step.token_ids.len();
-        if num_tokens == 0 {
+        if step.token_ids.is_empty() {
             return Ok(());
         }
-        let Self { model, buffers } = self;
-        buffers.resize(num_tokens);
+        if std::process::id() != self.process {
+            return self.compute(&mut Buffers::of(&self.model), pool, step, kv, logits);
+        }
+        // What a panic left in them is written before it is read.
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        self.compute(&mut buffers, pool, step, kv, logits)
+    }
+
+    fn compute(
+        &self,
+        buffers: &mut Buffers,
+        pool: &Pool,
+        step: &Step<'_>,
+        kv: &mut KvCache<'_>,
+        logits: &mut MatrixMut<'_>,
+    ) -> Result<(), ArgumentError> {
+        let model = &self.model;
+        buffers.resize(step.token_ids.len());
         fill_in(&mut buffers.token_ids, step)?;
         gather(pool, &model.embedding, &buffers.token_ids, &mut buffers.hidden.view_mut())?;
         for (index, layer) in model.layers.iter().enumerate() {
@@ -181,6 +201,12 @@ impl Decoder {
 }
 
 impl Buffers {
+    /// Memory for the activations of `model`.
+    fn of(model: &Model) -> Self {
+        let (hidden, inner) = (model.hidden_size(), model.intermediate_size());
+        Self::new(model.dtype, hidden, model.q_size(), model.kv_size(), inner)
+    }
+
     /// `hidden += added`, and its norm.
     fn add_and_norm(
         &mut self,

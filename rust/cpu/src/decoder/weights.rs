@@ -101,6 +101,24 @@ impl Model {
             || self.num_q_heads.to_string(),
             || format!("a multiple of num_kv_heads={}", self.num_kv_heads),
         )?;
+        // Far beyond any model; products of them then fit a usize.
+        let most = 1 << 20;
+        require(
+            self.num_q_heads <= most,
+            "num_q_heads",
+            || self.num_q_heads.to_string(),
+            || format!("at most {most}"),
+        )?;
+        for (name, value) in
+            [("norm_eps", self.norm_eps), ("attention_scale", self.attention_scale)]
+        {
+            require(
+                value.is_finite() && value >= 0.0,
+                name,
+                || value.to_string(),
+                || "a finite number, 0 or more".into(),
+            )?;
+        }
         let vocab = self.embedding.num_rows();
         matrix("lm_head", &self.lm_head, [vocab, hidden])?;
         vector("norm", Some(&self.norm), hidden)?;

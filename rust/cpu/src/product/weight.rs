@@ -145,7 +145,7 @@ impl Packed {
         let mut memory = Vec::new();
         memory.try_reserve_exact(num_lines).map_err(|_| {
             let got = format!("{num_rows}, which take {} bytes", num_lines.saturating_mul(LINE));
-            ArgumentError::new("num_rows", got, "as many as there is memory for")
+            ArgumentError::out_of_memory("num_rows", got)
         })?;
         memory.resize(num_lines, Line([0; LINE]));
         Ok(Self { format, num_rows, num_cols, stride, memory })
@@ -247,14 +247,7 @@ impl Weight {
     ///
     /// There are none, or their rows have not the same length.
     pub fn new(parts: Vec<Packed>) -> Result<Self, ArgumentError> {
-        let lengths = || {
-            let lengths: Vec<_> = parts.iter().map(|part| part.num_cols.to_string()).collect();
-            format!("{} with {} columns", parts.len(), lengths.join(", "))
-        };
-        let is_one = parts.windows(2).all(|pair| pair[0].num_cols == pair[1].num_cols);
-        require(!parts.is_empty() && is_one, "parts", lengths, || {
-            "at least one, all with as many columns".to_owned()
-        })?;
+        Self::check(&parts)?;
         let mut strips = Vec::new();
         let mut before = 0;
         for (part, packed) in parts.iter().enumerate() {
@@ -272,6 +265,22 @@ impl Weight {
             before += packed.num_rows;
         }
         Ok(Self { parts, strips, num_rows: before })
+    }
+
+    /// Whether these parts make a weight.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Weight::new`].
+    pub fn check(parts: &[Packed]) -> Result<(), ArgumentError> {
+        let lengths = || {
+            let lengths: Vec<_> = parts.iter().map(|part| part.num_cols.to_string()).collect();
+            format!("{} with {} columns", parts.len(), lengths.join(", "))
+        };
+        let is_one = parts.windows(2).all(|pair| pair[0].num_cols == pair[1].num_cols);
+        require(!parts.is_empty() && is_one, "parts", lengths, || {
+            "at least one, all with as many columns".to_owned()
+        })
     }
 
     /// Rows of all parts: columns of a result.

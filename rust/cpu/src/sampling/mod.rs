@@ -84,7 +84,7 @@ fn check_indices(
         Some(at) => Err(ArgumentError::new(
             argument,
             format!("{} at {at}", values[at]),
-            format!("0 to {end}"),
+            format!("0 to {}", end.saturating_sub(1)),
         )),
     }
 }

@@ -1,6 +1,6 @@
 //! A whole decoder: Python describes the model once, and calls once a step.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use fastserve_cpu as cpu;
 use fastserve_cpu::{DType, KvCache, Numbers};
@@ -64,10 +64,10 @@ fn numbers(name: &'static str, array: &Bound<'_, PyAny>) -> PyResult<Numbers> {
     Array::new(name, array)?.numbers()
 }
 
-/// A model, and memory for its activations. One thread at a time computes with it.
+/// A model, and memory for its activations. Threads that compute with it take turns.
 #[pyclass(frozen, module = "fastserve._core.cpu")]
 pub(crate) struct Decoder {
-    decoder: Mutex<cpu::Decoder>,
+    decoder: cpu::Decoder,
     head_dim: usize,
 }
 
@@ -104,7 +104,7 @@ impl Decoder {
             lm_head: Arc::clone(&lm_head.weight),
         };
         let decoder = cpu::Decoder::new(model).map_err(value_error)?;
-        Ok(Self { decoder: Mutex::new(decoder), head_dim })
+        Ok(Self { decoder, head_dim })
     }
 
     /// Run a step: copies, then every layer, then the logits of `out_rows`. The arrays are a plan's,
@@ -146,6 +146,21 @@ impl Decoder {
         let block_tables = Words::new_2d("block_tables", block_tables)?;
         let out_rows = Words::new("out_rows", out_rows)?;
         let copies = Words::new_2d("copies", copies)?;
+        for words in [
+            &token_ids,
+            &last_samples,
+            &positions,
+            &slot_mapping,
+            &row_slots,
+            &query_indptr,
+            &seq_lens,
+            &num_shared_blocks,
+            &block_tables,
+            &out_rows,
+            &copies,
+        ] {
+            words.check_apart(&[&kv, &logits])?;
+        }
         let step = cpu::Step {
             token_ids: token_ids.slice(),
             last_samples: last_samples.slice(),
@@ -169,9 +184,6 @@ impl Decoder {
         // shape, borrowed for this call, that overlaps no other argument.
         let mut kv = unsafe { KvCache::from_raw(kv.data_mut(), kv.dtype(), num_layers, layout) };
         let mut logits = logits.matrix_mut()?;
-        run(py, || {
-            let mut decoder = self.decoder.lock().unwrap_or_else(PoisonError::into_inner);
-            decoder.forward(&pool.pool, &step, &mut kv, &mut logits)
-        })
+        run(py, || self.decoder.forward(&pool.pool, &step, &mut kv, &mut logits))
     }
 }

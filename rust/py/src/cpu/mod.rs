@@ -15,7 +15,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fastserve_cpu as cpu;
 use fastserve_cpu::{Attention, Isa, KvLayout, KvView, KvViewMut, Rope};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::arrays::{Array, Words, check_overlap};
@@ -321,5 +321,8 @@ fn run<T: Send>(
 
 #[expect(clippy::needless_pass_by_value, reason = "signature of map_err")]
 fn value_error(error: cpu::ArgumentError) -> PyErr {
+    if error.is_out_of_memory {
+        return PyMemoryError::new_err(error.to_string());
+    }
     PyValueError::new_err(error.to_string())
 }

@@ -2,7 +2,7 @@
 
 use fastserve_cpu as cpu;
 use numpy::{Element, IntoPyArray, PyArray1, PyReadonlyArray1};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use super::{Pool, run};
@@ -36,21 +36,23 @@ pub(crate) fn best_tokens<'py>(
 #[pyfunction]
 #[pyo3(signature = (pool, logits, rows, *, temperature, top_k, top_p, min_p, bits))]
 #[expect(clippy::too_many_arguments, reason = "the settings of a draw, by name in Python")]
-#[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
 pub(crate) fn draw_tokens<'py>(
     py: Python<'py>,
     pool: &Pool,
     logits: &Bound<'py, PyAny>,
     rows: &Bound<'py, PyAny>,
-    temperature: PyReadonlyArray1<'py, f32>,
+    temperature: &Bound<'py, PyAny>,
     top_k: &Bound<'py, PyAny>,
-    top_p: PyReadonlyArray1<'py, f32>,
-    min_p: PyReadonlyArray1<'py, f32>,
-    bits: PyReadonlyArray1<'py, u64>,
+    top_p: &Bound<'py, PyAny>,
+    min_p: &Bound<'py, PyAny>,
+    bits: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyArray1<i32>>> {
     let logits = Array::new("logits", logits)?;
     let (rows, top_k) = (Words::new("rows", rows)?, Words::new("top_k", top_k)?);
     let logits = logits.matrix()?;
+    let temperature = values("temperature", temperature)?;
+    let (top_p, min_p) = (values("top_p", top_p)?, values("min_p", min_p)?);
+    let bits = values("bits", bits)?;
     let draws = cpu::Draws {
         rows: rows.slice(),
         temperature: slice("temperature", &temperature)?,
@@ -90,13 +92,13 @@ pub(crate) fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> (u32, u32, u32, u3
 
 /// 64 random bits for each (seed, sequence index, position of the token to draw).
 #[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
 pub(crate) fn draw_bits<'py>(
     py: Python<'py>,
-    seeds: PyReadonlyArray1<'py, u64>,
+    seeds: &Bound<'py, PyAny>,
     sequence_indices: &Bound<'py, PyAny>,
     positions: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    let seeds = values("seeds", seeds)?;
     let seeds = slice("seeds", &seeds)?;
     let indices = Words::new("sequence_indices", sequence_indices)?;
     let positions = Words::new("positions", positions)?;
@@ -114,9 +116,23 @@ pub(crate) fn draw_bits<'py>(
     Ok(bits.into_pyarray(py))
 }
 
+/// `object` as an array of one axis.
+fn values<'py, T: Element>(
+    argument: &str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<PyReadonlyArray1<'py, T>> {
+    object.extract().map_err(|_| {
+        let want = T::get_dtype(object.py());
+        let got = object.get_type();
+        PyTypeError::new_err(format!("{argument}: got {got}, want an array of {want}, one axis"))
+    })
+}
+
 /// The values of `array`, which must lie side by side.
 fn slice<'a, T: Element>(argument: &str, array: &'a PyReadonlyArray1<'_, T>) -> PyResult<&'a [T]> {
     array.as_slice().map_err(|_| {
-        PyValueError::new_err(format!("{argument}: got an array with gaps, want a contiguous one"))
+        PyValueError::new_err(format!(
+            "{argument}: got an array with gaps or not aligned, want a contiguous and aligned one"
+        ))
     })
 }

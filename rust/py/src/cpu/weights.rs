@@ -107,11 +107,22 @@ pub(crate) struct Weight {
 
 #[pymethods]
 impl Weight {
-    /// Takes the parts, which are of no more use then.
+    /// Takes the parts, which are of no more use then; on an error they are what they were.
     #[new]
     #[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
     fn new(parts: Vec<Bound<'_, Packed>>) -> PyResult<Self> {
-        let taken = parts.iter().map(|part| part.get().take()).collect::<PyResult<_>>()?;
+        let mut taken = Vec::with_capacity(parts.len());
+        let all = parts.iter().try_for_each(|part| {
+            taken.push(part.get().take()?);
+            Ok(())
+        });
+        let checked = all.and_then(|()| cpu::Weight::check(&taken).map_err(value_error));
+        if let Err(error) = checked {
+            for (part, packed) in parts.iter().zip(taken) {
+                *part.get().lock() = Some(packed);
+            }
+            return Err(error);
+        }
         Ok(Self { weight: Arc::new(cpu::Weight::new(taken).map_err(value_error)?) })
     }
 
