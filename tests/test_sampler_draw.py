@@ -297,8 +297,8 @@ def test_threads_instructions_and_company_change_nothing() -> None:
     [
         ({"logits": np.zeros((2, 0), np.float32)}, "logits: got .*want float32 with 1 to"),
         ({"logits": np.zeros((2, 3), np.uint16)}, "logits: got .*want float32 with 1 to"),
-        ({"rows": np.array([0, 2], np.int32)}, "rows: got 2 at 1, want 0 to 2"),
-        ({"rows": np.array([-1, 0], np.int32)}, "rows: got -1 at 0, want 0 to 2"),
+        ({"rows": np.array([0, 2], np.int32)}, "rows: got 2 at 1, want 0 to 1"),
+        ({"rows": np.array([-1, 0], np.int32)}, "rows: got -1 at 0, want 0 to 1"),
         ({"temperature": np.ones(3, np.float32)}, "temperature: got 3 values, want .*rows, 2"),
         ({"top_k": np.ones(1, np.int32)}, "top_k: got 1 values, want one for each of rows, 2"),
         ({"top_p": np.ones(4, np.float32)[::2]}, "top_p: got an array with gaps"),

@@ -185,13 +185,13 @@ def test_loads_without_torch(folder):
 
 
 def test_a_broken_record_asks_for_no_memory(copy):
-    """Refused by its shapes, of which the first would take 64 TiB."""
+    """Refused by its shapes, of which the first would take 32 TiB."""
     settings = json.loads((copy / "config.json").read_text())
-    settings |= {"vocab_size": 1 << 24, "hidden_size": 1 << 20}
+    settings |= {"vocab_size": 1 << 23, "hidden_size": 1 << 20}
     (copy / "config.json").write_text(json.dumps(settings))
     assert error_of(copy) == (
         "MODEL/model.safetensors: tensor model.embed_tokens.weight has shape [320, 64], the "
-        "architecture wants [16777216, 1048576]"
+        "architecture wants [8388608, 1048576]"
     )
 
 
