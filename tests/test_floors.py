@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve import doctor
-from fastserve.extras import EXTRAS
+from fastserve.extras import BASE, EXTRAS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "python" / "fastserve"
@@ -235,9 +234,9 @@ def test_requirements_are_those_of_the_extras() -> None:
     assert listed == {normalised(line) for line in wanted}
 
 
-def test_doctor_knows_the_base_install() -> None:
+def test_messages_know_the_base_install() -> None:
     asked = manifest(REPOSITORY / "pyproject.toml")["project"]["dependencies"]
-    assert {normalised(name) for name in doctor._BASE} == {normalised(line) for line in asked}
+    assert {normalised(name) for name in BASE} == {normalised(line) for line in asked}
 
 
 def test_messages_name_the_packages_of_the_extras() -> None:

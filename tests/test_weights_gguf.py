@@ -327,7 +327,11 @@ def packed_string(text: str) -> bytes:
     [
         ("split.count", struct.pack("<I", 8) + packed_string("2"), "split.count is '2'"),
         ("split.count", struct.pack("<IIQII", 9, 4, 2, 1, 1), "split.count is "),
-        ("x", struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 10_000, "x is an array of type 9"),
+        (
+            "x",
+            struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 10_000,
+            "x has arrays nested more than 8 deep",
+        ),
     ],
 )
 def test_metadata_of_another_type_is_corrupt(key, value, want, tmp_path):
@@ -336,6 +340,15 @@ def test_metadata_of_another_type_is_corrupt(key, value, want, tmp_path):
     path.write_bytes(header + packed_string(key) + value)
     with pytest.raises(ModelError, match="corrupt: (metadata )?" + want):
         read_gguf(path)
+
+
+def test_arrays_may_hold_arrays(tmp_path):
+    path = tmp_path / "nested.gguf"
+    inner = struct.pack("<IQ", 4, 2)  # uint32, two of them.
+    value = struct.pack("<IIQ", 9, 9, 2) + inner + struct.pack("<II", 1, 2)
+    value += inner + struct.pack("<II", 3, 4)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + packed_string("x") + value)
+    assert [row.tolist() for row in read_gguf(path).metadata["x"]] == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (7, 8, 9)])

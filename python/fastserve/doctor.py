@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastserve import _core, host
-from fastserve.extras import how_to_install, missing
+from fastserve.extras import BASE, how_to_install, missing
 
 __all__ = ["Report", "Section", "examine"]
 
@@ -42,10 +42,6 @@ _PURPOSES = {
     "torch": "makes bfloat16 models faster where the processor multiplies bfloat16",
     "server": "for fastserve serve",
 }
-_BASE = (
-    *("numpy", "tokenizers", "jinja2", "gguf", "huggingface_hub", "safetensors", "typer", "rich"),
-)
-"""What the base install has. A test holds it to ``pyproject.toml``."""
 _LIBRARIES = ("torch", "fastapi", "uvicorn")
 
 
@@ -94,9 +90,9 @@ def _versions(problems: list[str]) -> Iterator[tuple[str, str]]:
     yield "fastserve", f"{_core.__version__} ({Path(__file__).parent})"
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
-    found = {name: _version(name) for name in (*_BASE, *_LIBRARIES)}
+    found = {name: _version(name) for name in (*BASE, *_LIBRARIES)}
     yield "libraries", ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    lost = [name for name in _BASE if found[name] is None]
+    lost = [name for name in BASE if found[name] is None]
     if lost:
         problems.append(f"not installed: {', '.join(lost)}; pip install {' '.join(lost)}")
     for extra, purpose in _PURPOSES.items():

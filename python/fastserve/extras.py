@@ -1,4 +1,4 @@
-"""What is not in the base install, and the one line that says how to get it.
+"""What the base install has, what it has not, and the one line that says how to get it.
 
 The packages are named, not the extra that lists them: that is right in a clone, behind a wheel and
 wherever the distribution comes from. A test holds the table to ``pyproject.toml``.
@@ -11,7 +11,19 @@ import shlex
 from importlib.util import find_spec
 from typing import Final
 
-__all__ = ["EXTRAS", "how_to_install", "missing", "require"]
+__all__ = ["BASE", "EXTRAS", "how_to_install", "missing", "require"]
+
+BASE: Final = (
+    "numpy",
+    "tokenizers",
+    "jinja2",
+    "gguf",
+    "huggingface_hub",
+    "safetensors",
+    "typer",
+    "rich",
+)
+"""What the base install has."""
 
 EXTRAS: Final = {"torch": ("torch>=2.8",), "server": ("fastapi>=0.115", "uvicorn>=0.34")}
 """What each extra installs."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fastserve.errors import ConfigError, FastserveError
+from fastserve.extras import BASE
 from fastserve.sampling_params import ParameterError
 
 __all__ = [
@@ -85,8 +86,10 @@ def one_line_errors() -> Iterator[None]:
         print_error(str(error))
         raise typer.Exit(FAILED if isinstance(error, RuntimeError) else BAD_INPUT) from None
     except ModuleNotFoundError as error:
-        # A package of the base install is gone.
-        remedy = f"; install it with: pip install {error.name}" if error.name else ""
+        package = (error.name or "").partition(".")[0]
+        if package == "fastserve":
+            raise  # A bug.
+        remedy = f"; install it with: pip install {package}" if package in BASE else ""
         print_error(f"{error}{remedy}")
         raise typer.Exit(FAILED) from None
     except (ImportError, OSError) as error:

@@ -38,6 +38,8 @@ _SCALARS: Final = {
     12: "d",
 }
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+_MOST_NESTED: Final = 8
+"""Arrays in arrays. Real files have one in another at most."""
 _VERSIONS = (2, 3)
 _MOST_KEYS = 1 << 16
 _MOST_TENSORS = 1 << 20
@@ -160,7 +162,7 @@ class _Cursor:
         start = self._advance(num_bytes)
         return self._text(self.data[start : start + num_bytes])
 
-    def value(self, kind: int, key: str) -> Any:
+    def value(self, kind: int, key: str, depth: int = 1) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _BOOL:
@@ -168,7 +170,7 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            return self._array(self.scalar("I"), self.scalar("Q"), key)
+            return self._array(self.scalar("I"), self.scalar("Q"), key, depth)
         raise ModelError(f"{self.path}: corrupt: metadata {key} has type {kind}")
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -179,15 +181,19 @@ class _Cursor:
         innermost_first = [self.scalar("Q") for _ in range(num_dimensions)]
         return name, tuple(reversed(innermost_first)), self.scalar("I"), self.scalar("Q")
 
-    def _array(self, kind: int, count: int, key: str) -> Any:
+    def _array(self, kind: int, count: int, key: str, depth: int) -> Any:
         if kind == _STRING:
             return self._strings(count)
         if kind in _SCALARS or kind == _BOOL:
             layout = np.dtype("?" if kind == _BOOL else "<" + _SCALARS[kind])
             start = self._advance(count * layout.itemsize)
             return np.frombuffer(self.data, layout, count, start).copy()
-        # Nothing has arrays of arrays; a file of nothing else would nest them without end.
-        raise ModelError(f"{self.path}: corrupt: metadata {key} is an array of type {kind}")
+        if depth > _MOST_NESTED:
+            raise ModelError(
+                f"{self.path}: corrupt: metadata {key} has arrays nested more than "
+                f"{_MOST_NESTED} deep"
+            )
+        return [self.value(kind, key, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
         # The hot loop of start-up: a vocabulary and its merges.
