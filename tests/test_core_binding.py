@@ -52,6 +52,8 @@ def test_every_keyword_arrives():
         "max_chunk_tokens": 9,
         "long_prefill_threshold": 33,
         "max_long_prefill_percent": 40,
+        "max_num_mixed_prefill_tokens": 21,
+        "context_per_token": 2000,
         "max_num_output_rows": 11,
         "max_num_steps_in_flight": 2,
         "max_num_draft_tokens": 0,

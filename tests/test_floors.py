@@ -62,6 +62,7 @@ PYTHON_FLOORS = {
     "arena": 2,
     "config": 2,
     "core": 2,
+    "costs": 2,
     "errors": 2,
     "extras": 2,
     "host": 2,

@@ -66,6 +66,9 @@ class ToyRunner:
     def kv_bytes_per_block(self, block_size: int) -> int:
         return block_size * 4096
 
+    def step_costs(self) -> None:
+        return None
+
     def allocate_kv(
         self, num_blocks: int, block_size: int, block_tables: NDArray[np.int32]
     ) -> None:

@@ -35,6 +35,9 @@ class EngineConfig:
             for.
         long_prefill_threshold: A prompt with more tokens to compute than this is long.
         max_long_prefill_percent: Share of a step that all long prompts together may take.
+        target_itl_ms: Milliseconds that streams should wait for their next token at most while
+            prompts are computed. The prompt tokens of a step beside streams are limited to it, as
+            far as a measurement at the start can tell, but not below 32. None: no limit.
         block_size: Tokens per block of the KV cache: 8, 16 or 32.
         num_blocks: Blocks in the KV cache. By default the smaller of 25 % of the memory that is
             available, container limits respected, and what ``max_num_seqs`` full sequences need.
@@ -60,6 +63,7 @@ class EngineConfig:
     max_chunk_tokens: int | None = None
     long_prefill_threshold: int | None = None
     max_long_prefill_percent: int = 100
+    target_itl_ms: float | None = 60.0
     block_size: int = 16
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
@@ -106,10 +110,14 @@ class EngineConfig:
         count("max_num_steps_in_flight", high=8)
         count("num_threads", high=4096, optional=True)
         count("seed", low=0, high=2**64 - 1)
-        wait = self.max_wait_s
-        is_number = isinstance(wait, int | float) and not isinstance(wait, bool)
-        if wait is not None and not (is_number and 0.0 <= wait <= 1e9):
-            bad.append(f"max_wait_s={wait!r}: want 0 to 1e9 seconds, or None for no bound")
+        for name, want, remedy in (
+            ("max_wait_s", "0 to 1e9 seconds", "no bound"),
+            ("target_itl_ms", "0 to 1e9 milliseconds", "no limit"),
+        ):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0.0 <= value <= 1e9):
+                bad.append(f"{name}={value!r}: want {want}, or None for {remedy}")
         if bad:
             raise ConfigError("EngineConfig", bad)
 
@@ -139,6 +147,7 @@ class EngineOptions(TypedDict, total=False):
     max_chunk_tokens: int | None
     long_prefill_threshold: int | None
     max_long_prefill_percent: int
+    target_itl_ms: float | None
     block_size: int
     num_blocks: int | None
     enable_prefix_caching: bool

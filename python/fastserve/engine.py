@@ -112,17 +112,24 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.vocab_size = runner.vocab_size
+        costs = None if config.target_itl_ms is None else runner.step_costs()
         self._core = Core(
             **core_keywords(
                 config,
                 max_positions=runner.config.max_positions,
                 vocab_size=runner.vocab_size,
                 kv_bytes_per_block=runner.kv_bytes_per_block(config.block_size),
+                costs=costs,
             )
         )
         for warning in self._core.warnings:
             logger.warning("%s", warning)
         self.core_config: dict[str, Any] = self._core.config
+        if costs is not None:
+            logger.info(
+                "beside streams a step takes up to %d prompt tokens, fewer as their context grows",
+                self.core_config["max_num_mixed_prefill_tokens"],
+            )
         self.max_model_len: int = self.core_config["max_model_len"]
         self._inbox = self._core.inbox()
         self._runner: Runner | None = runner

@@ -60,7 +60,8 @@ class LLM:
         model: A folder, a GGUF file, a hub id or ``smollm2``.
         progress: Show a bar while loading; by default where stderr is a terminal. A callable is the
             caller's own bar: it gets bytes done and bytes in all.
-        options: The fields of :class:`fastserve.config.EngineConfig`.
+        options: The fields of :class:`fastserve.config.EngineConfig`. ``target_itl_ms`` is None by
+            default: batches are answered as a whole.
 
     Raises:
         ModelError: There is no such model, or it cannot be run.
@@ -71,7 +72,8 @@ class LLM:
     def __init__(
         self, model: str | Path, *, progress: LoadingBar = None, **options: Unpack[EngineOptions]
     ) -> None:
-        config = EngineConfig.from_keywords("LLM", dict(options))
+        # Nobody streams: a step may take as many tokens as it can.
+        config = EngineConfig.from_keywords("LLM", {"target_itl_ms": None, **options})
         check_name(model)
         from fastserve.engine import Engine  # Late: importing fastserve costs nothing.
 

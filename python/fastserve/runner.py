@@ -7,11 +7,13 @@ blocks, and logits for a plan. Before layer 0 a runner applies the plan's copies
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
-from fastserve import host
+from fastserve import costs, host
 from fastserve._core import cpu
 from fastserve.arena import PlanView, Words
+from fastserve.costs import MIN_POSITIONS, StepCosts
 from fastserve.errors import ModelError
 from fastserve.extras import missing
 from fastserve.kernels.pool import make_pool, multiplies_bfloat16
@@ -47,6 +49,9 @@ class Runner(Protocol):
 
     def allocate_kv(self, num_blocks: int, block_size: int, block_tables: Words) -> None:
         """Make the cache. ``block_tables`` is the core's memory, read at every step."""
+
+    def step_costs(self) -> StepCosts | None:
+        """What a step takes, measured now; ``None`` where that is not known."""
 
     def forward(self, plan: PlanView, last_samples: Words) -> Logits:
         """Run one step.
@@ -175,6 +180,19 @@ class CpuRunner:
             cos_sin=rope_table(
                 config.rope, config.head_dim, num_positions, self.weights.rope_divisors
             ),
+        )
+
+    def step_costs(self) -> StepCosts | None:
+        """What a step takes: some of one layer are run, which takes a fraction of a step."""
+        config = replace(self.config, num_layers=1, windows=self.config.windows[:1])
+        weights = replace(self.weights, layers=self.weights.layers[:1])
+        if config.max_positions < MIN_POSITIONS:
+            return None
+        layer = CpuRunner(config, weights, self.pool, self.kv_dtype)
+        return costs.measure(
+            layer,
+            num_layers=self.config.num_layers,
+            weight_ratio=self.weight_bytes / layer.weight_bytes,
         )
 
     def forward(self, plan: PlanView, last_samples: Words) -> Logits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastserve.config import EngineConfig
+from fastserve.costs import StepCosts
 from fastserve.errors import ConfigError
 from fastserve.host import memory
 from fastserve.sampling_record import MAX_RECORD_WORDS
@@ -19,7 +20,12 @@ MAX_NUM_OUTPUT_ROWS = 256
 
 
 def core_keywords(
-    config: EngineConfig, *, max_positions: int, vocab_size: int, kv_bytes_per_block: int
+    config: EngineConfig,
+    *,
+    max_positions: int,
+    vocab_size: int,
+    kv_bytes_per_block: int,
+    costs: StepCosts | None = None,
 ) -> dict[str, Any]:
     """The keywords of ``fastserve.core.Core``.
 
@@ -28,6 +34,7 @@ def core_keywords(
         max_positions: The model's longest sequence.
         vocab_size: Token ids are below it.
         kv_bytes_per_block: Of all layers.
+        costs: What a step takes, where ``target_itl_ms`` is to be kept.
 
     Raises:
         ConfigError: It does not fit the model or the memory.
@@ -56,7 +63,14 @@ def core_keywords(
         "max_wait_s",
         "max_num_queued_requests",
     )
+    limits: dict[str, int] = {}
+    if costs is not None and config.target_itl_ms is not None:
+        limits = {
+            "max_num_mixed_prefill_tokens": costs.max_prefill_tokens(config.target_itl_ms),
+            "context_per_token": costs.context_per_token,
+        }
     return {
+        **limits,
         **{name: getattr(config, name) for name in same},
         "num_blocks": num_blocks,
         "max_model_len": max_model_len,

@@ -86,6 +86,8 @@ class Core:
         max_chunk_tokens: int | None = None,
         long_prefill_threshold: int | None = None,
         max_long_prefill_percent: int = 100,
+        max_num_mixed_prefill_tokens: int | None = None,
+        context_per_token: int | None = None,
         max_num_output_rows: int = 1024,
         max_num_steps_in_flight: int = 1,
         max_num_draft_tokens: int = 0,

@@ -42,6 +42,13 @@ pub struct CoreConfig {
     pub long_prefill_threshold: Option<u32>,
     /// Percent of the token budget that all long prompts together may take while others want it.
     pub max_long_prefill_percent: u32,
+    /// Prompt tokens a step may compute beside rows that have one token to go, so that these do not
+    /// wait long for their next; `None`: as many as the budget leaves.
+    pub max_num_mixed_prefill_tokens: Option<u32>,
+    /// Tokens of context to which attention costs as much as everything else about one token. A
+    /// prompt token with `p` tokens before it then counts as `1 + p / context_per_token` tokens of the
+    /// two limits above; `None`: as one.
+    pub context_per_token: Option<u32>,
     /// Logits rows a step may ask for. At least `max_num_seqs` after lowering.
     pub max_num_output_rows: u32,
     /// Steps that may be planned ahead of their commit, plus one arena.
@@ -94,6 +101,8 @@ impl Default for CoreConfig {
             max_chunk_tokens: None,
             long_prefill_threshold: None,
             max_long_prefill_percent: 100,
+            max_num_mixed_prefill_tokens: None,
+            context_per_token: None,
             max_num_output_rows: 1024,
             max_num_steps_in_flight: 1,
             max_num_draft_tokens: 0,
@@ -199,6 +208,22 @@ impl CoreConfig {
             &self.max_long_prefill_percent,
             "1 to 100",
         );
+        if let Some(tokens) = self.max_num_mixed_prefill_tokens {
+            problems.want(
+                tokens >= 1,
+                "max_num_mixed_prefill_tokens",
+                &tokens,
+                "at least 1, or none",
+            );
+        }
+        if let Some(context) = self.context_per_token {
+            problems.want(
+                (1..=1 << 24).contains(&context),
+                "context_per_token",
+                &context,
+                "1 to 2^24, or none",
+            );
+        }
         problems.want(
             self.max_num_output_rows >= 1,
             "max_num_output_rows",

@@ -43,6 +43,8 @@ pub enum Fault {
     StaleRowSlot,
     /// A step may hold one token more than its budget.
     BudgetExceededByOne,
+    /// Prompt tokens count the same whatever their context.
+    ContextUnweighed,
     /// A span's digest is left out of its blocks' keys.
     SpanDigestIgnored,
     /// A block is shared before its last slot is planned to be written.
@@ -50,7 +52,7 @@ pub enum Fault {
 }
 
 /// Every fault, for tests that go through them all.
-pub const ALL: [Fault; 20] = [
+pub const ALL: [Fault; 21] = [
     Fault::PartialBlockMatched,
     Fault::HashTakenForEquality,
     Fault::NamespaceIgnored,
@@ -69,6 +71,7 @@ pub const ALL: [Fault; 20] = [
     Fault::AgeingOff,
     Fault::StaleRowSlot,
     Fault::BudgetExceededByOne,
+    Fault::ContextUnweighed,
     Fault::SpanDigestIgnored,
     Fault::SharedBeforeWritten,
 ];

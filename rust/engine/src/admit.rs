@@ -88,8 +88,10 @@ impl Core {
             }
         }
         let remaining = (num_tokens - matched) as u32;
-        if pass.budget.chunk_room(self.is_long(remaining)) == 0 {
-            return Verdict::StepAside;
+        let start = matched as u32;
+        if pass.budget.chunk_room(self.is_long(remaining), start) == 0 {
+            let long_had_their_share = pass.budget.chunk_room(false, start) > 0;
+            return if long_had_their_share { Verdict::StepAside } else { Verdict::Stop };
         }
         let needed = blocks - probe.num_blocks as usize;
         let available = self.kv.available() - probe.num_cached as usize;

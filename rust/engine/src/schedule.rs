@@ -95,17 +95,18 @@ impl Core {
             pass.outstanding_blocks += self.missing_blocks(slot);
             return;
         }
-        let remaining = self.rows[slot.index()].remaining();
+        let row = &self.rows[slot.index()];
+        let (remaining, start) = (row.remaining(), row.num_computed);
         let is_long = self.is_long(remaining);
-        let room = pass.budget.chunk_room(is_long);
+        let room = pass.budget.chunk_room(is_long, start);
         let mut take = remaining.min(room);
-        if is_long && take < remaining.min(pass.budget.chunk_room(false)) {
+        if is_long && take < remaining.min(pass.budget.chunk_room(false, start)) {
             self.scratch.held_back.push(slot);
         }
         take = take.min(self.output_room(pass, slot));
         if take > 0 && self.make_room(pass, place, slot, take) {
             take = take.min(self.tokens_that_fit(slot));
-            pass.budget.take_chunk(take, is_long);
+            pass.budget.take_chunk(take, is_long, start);
             self.take_tokens(pass, slot, take);
         }
         if !self.rows[slot.index()].has(flags::LEAVING) {
@@ -123,11 +124,11 @@ impl Core {
             }
             let take = row
                 .remaining()
-                .min(pass.budget.extension_room(row.take))
+                .min(pass.budget.extension_room(row.take, row.num_computed))
                 .min(self.output_room(pass, slot))
                 .min(self.tokens_that_fit(slot));
             if take > 0 {
-                pass.budget.take_chunk(take, false);
+                pass.budget.take_chunk(take, false, row.num_computed);
                 self.take_tokens(pass, slot, take);
             }
         }

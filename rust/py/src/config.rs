@@ -25,6 +25,8 @@ macro_rules! with_plain_fields {
             max_chunk_tokens: Option<u32>,
             long_prefill_threshold: Option<u32>,
             max_long_prefill_percent: u32,
+            max_num_mixed_prefill_tokens: Option<u32>,
+            context_per_token: Option<u32>,
             max_num_output_rows: u32,
             max_num_steps_in_flight: u32,
             max_num_draft_tokens: u32,

@@ -99,7 +99,8 @@ impl Core {
         signature = (**keywords),
         text_signature = "(*, num_blocks, block_size=16, max_model_len=4096, max_num_seqs=128, \
             max_num_batched_tokens=2048, max_chunk_tokens=None, long_prefill_threshold=None, \
-            max_long_prefill_percent=100, max_num_output_rows=1024, max_num_steps_in_flight=1, \
+            max_long_prefill_percent=100, max_num_mixed_prefill_tokens=None, \
+            context_per_token=None, max_num_output_rows=1024, max_num_steps_in_flight=1, \
             max_num_draft_tokens=0, enable_prefix_caching=True, scheduling_policy='fcfs', \
             max_wait_s=30.0, watermark_blocks=0, vocab_size=2147483647, \
             max_num_queued_requests=4096, max_num_queued_tokens=67108864, \

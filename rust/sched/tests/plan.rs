@@ -125,32 +125,84 @@ fn another_version_is_refused() {
 fn decode_rows_keep_their_tokens() {
     let mut budget = StepBudget::new(&config(), 6);
     assert_eq!(budget.tokens_left(), 14);
-    assert_eq!(budget.chunk_room(false), 14);
-    budget.take_chunk(14, false);
-    assert_eq!(budget.chunk_room(false), 0);
+    assert_eq!(budget.chunk_room(false, 0), 14);
+    budget.take_chunk(14, false, 0);
+    assert_eq!(budget.chunk_room(false, 0), 0);
     budget.settle_decode(true);
     assert_eq!(budget.tokens_left(), 0);
     // A decode row that gives its token up leaves it to the others.
     budget.settle_decode(false);
-    assert_eq!(budget.chunk_room(false), 1);
+    assert_eq!(budget.chunk_room(false, 0), 1);
 }
 
 #[test]
 fn long_prompts_share_their_part_and_may_take_what_is_left() {
     let config = CoreConfig { max_long_prefill_percent: 25, max_chunk_tokens: Some(8), ..config() };
     let mut budget = StepBudget::new(&config, 0);
-    assert_eq!((budget.chunk_room(true), budget.chunk_room(false)), (5, 8));
-    budget.take_chunk(3, true);
-    assert_eq!(budget.chunk_room(true), 2);
-    budget.take_chunk(2, true);
-    assert_eq!((budget.chunk_room(true), budget.tokens_left()), (0, 15));
-    budget.take_chunk(1, true);
-    assert_eq!(budget.extension_room(5), 3);
-    assert_eq!(budget.extension_room(9), 0);
-    budget.take_chunk(12, false);
-    assert_eq!(budget.extension_room(0), 2);
+    assert_eq!((budget.chunk_room(true, 0), budget.chunk_room(false, 0)), (5, 8));
+    budget.take_chunk(3, true, 0);
+    assert_eq!(budget.chunk_room(true, 0), 2);
+    budget.take_chunk(2, true, 0);
+    assert_eq!((budget.chunk_room(true, 0), budget.tokens_left()), (0, 15));
+    budget.take_chunk(1, true, 0);
+    assert_eq!(budget.extension_room(5, 0), 3);
+    assert_eq!(budget.extension_room(9, 0), 0);
+    budget.take_chunk(12, false, 0);
+    assert_eq!(budget.extension_room(0, 0), 2);
     let tiny = CoreConfig { max_long_prefill_percent: 1, ..config };
-    assert_eq!(StepBudget::new(&tiny, 0).chunk_room(true), 1, "long prompts always progress");
+    assert_eq!(StepBudget::new(&tiny, 0).chunk_room(true, 0), 1, "long prompts always progress");
+}
+
+#[test]
+fn prompts_take_less_beside_rows_that_decode() {
+    let config = CoreConfig { max_num_mixed_prefill_tokens: Some(5), ..config() };
+    assert_eq!(StepBudget::new(&config, 0).chunk_room(false, 0), 20);
+    let mut budget = StepBudget::new(&config, 1);
+    assert_eq!(budget.chunk_room(false, 900), 5);
+    budget.take_chunk(3, false, 900);
+    assert_eq!((budget.chunk_room(false, 0), budget.extension_room(3, 903)), (2, 2));
+    budget.take_chunk(2, false, 0);
+    assert_eq!((budget.chunk_room(false, 0), budget.tokens_left()), (0, 14));
+    let more = CoreConfig { max_num_mixed_prefill_tokens: Some(1000), ..config };
+    assert_eq!(StepBudget::new(&more, 1).chunk_room(false, 0), 19);
+}
+
+/// A step holds as many tokens of a prompt as weigh no more than its budget, counted one by one.
+#[test]
+fn chunks_shrink_as_their_context_grows() {
+    for per_token in [1, 2, 7, 100, 4096, 1 << 24] {
+        let config = CoreConfig { context_per_token: Some(per_token), ..config() };
+        for start in [0, 1, 5, 99, 1000, 123_456, (1 << 30) - 21] {
+            let budget = StepBudget::new(&config, 0);
+            let (mut left, mut tokens) = (20 * u64::from(per_token), 0);
+            while let Some(rest) = left.checked_sub(u64::from(per_token + start + tokens)) {
+                (left, tokens) = (rest, tokens + 1);
+            }
+            let want = tokens.max(1);
+            assert_eq!(budget.chunk_room(false, start), want, "{start} before it, {per_token}");
+            // What is left after a part of it is room for the rest, and for no more.
+            let mut budget = budget;
+            let first = want / 2;
+            if first > 0 {
+                budget.take_chunk(first, false, start);
+                assert_eq!(budget.extension_room(first, start + first), want - first);
+            }
+        }
+    }
+}
+
+/// A token may weigh more than a step's whole budget. It is taken alone, and only if it is the first.
+#[test]
+fn a_prompt_never_stands_still() {
+    let config = CoreConfig { context_per_token: Some(1), ..config() };
+    let mut budget = StepBudget::new(&config, 3);
+    assert_eq!(budget.chunk_room(false, 5_000), 1);
+    budget.take_chunk(1, false, 5_000);
+    assert_eq!((budget.chunk_room(false, 0), budget.extension_room(0, 0)), (0, 0));
+    assert_eq!(budget.tokens_left(), 16, "rows with one token to go weigh nothing");
+    let mut budget = StepBudget::new(&config, 0);
+    budget.take_chunk(1, false, 0);
+    assert_eq!((budget.chunk_room(false, 18), budget.chunk_room(false, 19)), (1, 0));
 }
 
 #[test]

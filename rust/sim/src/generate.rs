@@ -15,6 +15,7 @@ pub fn scenario(seed: u64, steps_in_flight: u32) -> Scenario {
     let rng = Rng::new(seed);
     let mut config = config(&mut rng.stream(1));
     config.max_num_steps_in_flight = steps_in_flight;
+    weigh_prompts(&mut config, &mut rng.stream(5));
     let mut rng = rng.stream(2);
     let policy = if rng.chance(25) {
         PolicyChoice::Random { seed: rng.bits() }
@@ -61,6 +62,16 @@ fn config(rng: &mut Rng) -> CoreConfig {
         num_timeline_events: 1 << 15,
         enable_block_events: rng.chance(40),
         ..CoreConfig::default()
+    }
+}
+
+/// Limits on the work of prompts, in some of the scenarios.
+fn weigh_prompts(config: &mut CoreConfig, rng: &mut Rng) {
+    if rng.chance(30) {
+        config.max_num_mixed_prefill_tokens = Some(rng.pick(&[1, 2, 5, 16, 1_000]));
+    }
+    if rng.chance(30) {
+        config.context_per_token = Some(rng.pick(&[1, 3, 10, 50, 1 << 24]));
     }
 }
 

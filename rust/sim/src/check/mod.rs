@@ -5,7 +5,7 @@
 //! | [`step`] | slot events, table edits and copies; then the step itself, run on the shadow |
 //! | [`rows`] | each row: where it starts, its tokens, its places, what it attends to |
 //! | [`outputs`] | output rows: what is sampled and scored, and which forks begin |
-//! | [`limits`] | budgets of tokens, rows, outputs, chunks and long prompts |
+//! | [`limits`] | budgets of tokens, rows, outputs, chunks, prompts and long prompts |
 //! | [`order`] | decode first, victims last, admission in order, nothing idle without need |
 //! | [`results`] | what a commit hands back: tokens, finish reasons, counts |
 //! | [`explain`] | timelines, step records and what the inbox shows |

@@ -125,6 +125,7 @@ impl PlanCheck<'_> {
         self.copies(&replaced)?;
         self.read_rows()?;
         self.budgets()?;
+        self.prompt_weight()?;
         self.check_rows()?;
         self.write_rows()?;
         self.attend_rows()?;
