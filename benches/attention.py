@@ -30,7 +30,7 @@ def main() -> int:
     """Measure every case. Returns the process's exit status."""
     pool = cpu.Pool(host.cpus().num_usable)
     for num_rows, num_shared in CASES:
-        for kv_dtype in ("float32", "bfloat16"):
+        for kv_dtype in ("float32", "bfloat16", "int8"):
             apart, together = (case(pool, num_rows, num_shared, kv_dtype, told) for told in (0, 1))
             times: tuple[list[float], list[float]] = ([], [])
             for _ in range(RUNS):
@@ -60,10 +60,7 @@ def case(
     """A call of the kernel; all cases of one shape have the same numbers."""
     rng = np.random.default_rng(0)
     shared, own = num_shared // BLOCK_SIZE, OWN_TOKENS // BLOCK_SIZE
-    shape = cpu.kv_layer_shape(shared + num_rows * own, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    kv: NDArray[np.float32] | NDArray[np.uint16] = rng.standard_normal(shape, dtype=np.float32)
-    if kv_dtype == "bfloat16":
-        kv = (kv.view(np.uint32) >> 16).astype(np.uint16)
+    kv = keys_and_values(rng, shared + num_rows * own, kv_dtype)
     tables = np.empty((num_rows, shared + own), np.int32)
     tables[:, :shared] = np.arange(shared)
     tables[:, shared:] = shared + np.arange(num_rows * own).reshape(num_rows, own)
@@ -88,6 +85,19 @@ def case(
         )
 
     return call
+
+
+def keys_and_values(
+    rng: np.random.Generator, num_blocks: int, dtype: str
+) -> NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8]:
+    """Noise in every block, of one size whatever it is stored as."""
+    shape = cpu.kv_layer_shape(num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype)
+    if dtype == "int8":
+        kv = rng.integers(-127, 128, shape, dtype=np.int8)
+        kv[..., -4 * BLOCK_SIZE :] = np.full(BLOCK_SIZE, 1 / 64, np.float32).view(np.int8)
+        return kv
+    wide = rng.standard_normal(shape, dtype=np.float32)
+    return wide if dtype == "float32" else (wide.view(np.uint32) >> 16).astype(np.uint16)
 
 
 if __name__ == "__main__":

@@ -89,10 +89,12 @@ class PlanBuilder:
         self.step = 0
 
     def give_kv_to(self, runner: Any) -> None:
-        """Allocate the runner's cache, full of NaN: what was not written must not be read."""
+        """Allocate the runner's cache with all bits set, which is NaN, or numbers with a scale of
+        NaN: what was not written must not be read.
+        """
         runner.allocate_kv(self.num_blocks, self.block_size, self.block_tables)
         kv = runner._cache.kv
-        kv.fill(0x7FC0 if kv.dtype == np.uint16 else np.nan)  # bfloat16 travels as uint16.
+        kv.view(np.uint8).fill(255)
 
     def take_block(self) -> int:
         """One free block."""

@@ -11,8 +11,7 @@ import torch
 from fastserve._core import cpu
 from fastserve.kernels.cpu import CpuKernels, as_array
 from fastserve.kernels.pool import make_pool
-from fastserve.models.memory import empty_kv
-from fastserve.models.tensors import DType
+from fastserve.models.memory import KvDType, empty_kv
 
 BLOCK_SIZES = (8, 16, 32)
 ISAS = cpu.available_isas()
@@ -62,11 +61,19 @@ def test_silu_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, cols: int)
 
 
 def kv_tensor(num_blocks, block_size, heads, dim, dtype) -> torch.Tensor:
-    """KV of one layer as torch knows it."""
-    is_bfloat16 = dtype == torch.bfloat16
-    stored = DType.BFLOAT16 if is_bfloat16 else DType.FLOAT32
-    kv = torch.from_numpy(empty_kv(1, num_blocks, block_size, heads, dim, stored))
-    return kv.view(torch.bfloat16) if is_bfloat16 else kv
+    """KV of one layer as torch knows it, all bits set: NaN, or numbers with a scale of NaN."""
+    stored = KvDType(str(dtype).removeprefix("torch."))
+    kv = empty_kv(1, num_blocks, block_size, heads, dim, stored)
+    kv.view(np.uint8).fill(255)
+    return torch.from_numpy(kv).view(dtype)
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What becomes of keys or values in a cache of that type."""
+    if dtype != torch.int8:
+        return x.to(dtype)
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).round().double() * scale.double()
 
 
 class Paged:
@@ -77,17 +84,19 @@ class Paged:
         blocks = [-(-n // block_size) for n in lens]
         self.block_size = block_size
         self.kv = kv_tensor(sum(blocks) + 3, block_size, heads, dim, kv_dtype)
-        self.kv.fill_(torch.nan)
         ids = rng.permutation(sum(blocks) + 3).astype(np.int32)
         self.tables = np.full((len(lens) + 1, max([*blocks, 1]) + 1), 2**30, np.int32)
         for slot, count in enumerate(blocks):
             self.tables[slot, :count], ids = ids[:count], ids[count:]
-        self.k = [torch.randn(n, heads, dim).to(kv_dtype) for n in lens]
-        self.v = [torch.randn(n, heads, dim).to(kv_dtype) for n in lens]
+        given = torch.float32 if kv_dtype == torch.int8 else kv_dtype
+        self.given_k = [torch.randn(n, heads, dim).to(given) for n in lens]
+        self.given_v = [torch.randn(n, heads, dim).to(given) for n in lens]
+        self.k = [as_stored(k, kv_dtype) for k in self.given_k]
+        self.v = [as_stored(v, kv_dtype) for v in self.given_v]
 
     def write(self, kernels: CpuKernels) -> None:
         """Store every row's K and V (unrotated: an angle of zero)."""
-        for slot, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
+        for slot, (k, v) in enumerate(zip(self.given_k, self.given_v, strict=True)):
             positions = np.arange(len(k), dtype=np.int32)
             block, offset = divmod(positions, self.block_size)
             slots = self.tables[slot][block] * self.block_size + offset
@@ -117,6 +126,8 @@ def reference(q, k, v, scale, window, softcap):
         (torch.float32, torch.float32),
         (torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.int8),
+        (torch.bfloat16, torch.int8),
     ],
 )
 @pytest.mark.parametrize(
@@ -245,7 +256,7 @@ def arguments(**changes: object) -> dict[str, object]:
     """A call of ``Pool.paged_attention`` that is right but for ``changes``."""
     good: dict[str, object] = {
         "q": np.zeros((3, 4, 8), np.float32),
-        "kv_layer": np.zeros(cpu.kv_layer_shape(4, 8, 2, 8), np.float32),
+        "kv_layer": np.zeros(cpu.kv_layer_shape(4, 8, 2, 8, "float32"), np.float32),
         "block_tables": np.array([[0, 1], [3, 2]], np.int32),
         "row_slots": np.array([1, 0], np.int32),
         "query_indptr": np.array([0, 1, 3], np.int32),
@@ -280,6 +291,15 @@ WRONG = [
     (ValueError, "q: got [3, 24] float32, want [tokens, a multiple of 2 kv heads * 8]",
      {"q": np.zeros((3, 3, 8), np.float32)}),
     (ValueError, "kv_layer: got shape [4, 2, 64]", {"kv_layer": np.zeros((4, 2, 64), np.float32)}),
+    (ValueError, "kv_layer: got shape [4, 2, 2, 64] strides [256, 128, 64, 1] int8, want "
+     "C-contiguous [blocks, kv heads, 2, block_size * 12]",
+     {"kv_layer": np.zeros((4, 2, 2, 64), np.int8)}),
+    (ValueError, "kv_layer: got shape [4, 2, 2, 96] strides [384, 192, 96, 1] int8, want an array "
+     "aligned to 4 bytes", {"kv_layer": np.zeros(1537, np.int8)[1:].reshape(4, 2, 2, 96)}),
+    (TypeError, "kv_layer: got float64, want float32, uint16 (bfloat16) or int8",
+     {"kv_layer": np.zeros((4, 2, 2, 64))}),
+    (ValueError, "out and kv_layer: want memory of their own",
+     {"out": SHARED, "kv_layer": SHARED.view(np.int8).reshape(1, 2, 2, 96)}),
     (ValueError, "block_size: got 7, want 8 or a multiple of 16",
      {"kv_layer": np.zeros((4, 2, 2, 56), np.float32)}),
     (ValueError, "head_dim: got 12, want a multiple of 8, at most 256",
@@ -313,7 +333,9 @@ def test_a_wrong_pool_is_refused() -> None:
     with pytest.raises(ValueError, match=r"num_threads: got 0, want 1 to 1024"):
         cpu.Pool(0)
     with pytest.raises(ValueError, match=r"block_size: got 12"):
-        cpu.kv_shape(1, 1, 12, 1, 8)
+        cpu.kv_shape(1, 1, 12, 1, 8, "float32")
+    with pytest.raises(ValueError, match=r'dtype: got "int4", want one of float32, bfloat16, int8'):
+        cpu.kv_shape(1, 1, 16, 1, 8, "int4")
 
 
 def test_the_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -538,6 +538,12 @@ def test_all_bad_options_are_named_at_once() -> None:
         "max_chunk_tokens=-1: want 1 to 1073741824, or None for the default; "
         "seed=-1: want 0 to 18446744073709551615"
     )
+    with pytest.raises(ConfigError) as refusal:
+        LLM("smollm2", dtype="int8", kv_cache_dtype="int4")
+    assert str(refusal.value) == (
+        "EngineConfig: dtype='int8': want 'auto', 'float32', 'bfloat16'; "
+        "kv_cache_dtype='int4': want 'auto', 'float32', 'bfloat16', 'int8'"
+    )
     with pytest.raises(ConfigError, match="max_wait_s='x': want 0 to 1e9 seconds, or None"):
         EngineConfig(max_wait_s="x")
 

@@ -15,6 +15,7 @@ import model_factory
 from fastserve import host
 from fastserve.errors import ModelError
 from fastserve.layers import Buffers
+from fastserve.models.memory import KvDType
 from fastserve.models.resolve import resolve
 from fastserve.models.tensors import DType
 from fastserve.models.torch_decoder import known_tokens
@@ -71,12 +72,20 @@ def test_auto_dequantizes_to_float32(folder, tmp_path, threads):
     assert CpuRunner.load(resolve(path), num_threads=1).dtype is DType.FLOAT32
 
 
-def test_keys_and_values_may_be_kept_in_another_format(folder, threads):
-    runner = CpuRunner.load(
-        resolve(folder), dtype="float32", kv_cache_dtype="bfloat16", num_threads=1
-    )
-    assert (runner.dtype, runner.kv_dtype) == (DType.FLOAT32, DType.BFLOAT16)
-    assert runner.kv_bytes_per_block(16) == 3 * 16 * 2 * 64 * 2
+@pytest.mark.parametrize(
+    ("stored", "token_bytes"),
+    [("float32", 64 * 4), ("bfloat16", 64 * 2), ("int8", 64 + 2 * 4)],
+)
+def test_keys_and_values_may_be_kept_in_another_format(stored, token_bytes, folder, threads):
+    """Of two heads of 32 each; int8 has a scale of four bytes for each."""
+    runner = CpuRunner.load(resolve(folder), dtype="float32", kv_cache_dtype=stored, num_threads=1)
+    assert (runner.dtype, runner.kv_dtype) == (DType.FLOAT32, KvDType(stored))
+    for block_size in (8, 16, 32):
+        num_bytes = runner.kv_bytes_per_block(block_size)
+        assert num_bytes == 3 * block_size * 2 * token_bytes
+        runner.allocate_kv(10, block_size, np.zeros((2, 4), dtype=np.int32))
+        assert runner._cache is not None
+        assert runner._cache.kv.nbytes == 10 * num_bytes, "as announced"
 
 
 def test_threads_go_to_whoever_multiplies(folder, threads, monkeypatch):

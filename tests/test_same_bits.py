@@ -1,14 +1,15 @@
 """An answer does not depend on its company: tokens and log-probabilities, compared as bits.
 
-What the README promises. One small Llama, and for every way of running it the same requests: alone,
-together, in chunks of any size, with the cache cold, warm and off, with a pool so small that they
-preempt each other, several steps in flight, and any number of threads.
+What the README promises. One small Llama, also quantised, also with keys and values in int8; and
+for every way of running it the same requests: alone, together, in chunks of any size, with the
+cache cold, warm and off, with a pool so small that they preempt each other, several steps in
+flight, and any number of threads.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -36,14 +37,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["F32", "Q4_1"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a folder of float32 and as a quantised file, which stays quantised in memory."""
+Model: TypeAlias = tuple[Path, dict[str, Any]]
+"""A model, and how it is run in every case."""
+
+
+@pytest.fixture(scope="module", params=["F32", "Q4_1", "int8 KV"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """As a folder of float32, and as a quantised file, which stays quantised in memory."""
     at = tmp_path_factory.mktemp("bits")
     folder = model_factory.make("llama", at)
-    if request.param == "F32":
-        return folder
-    return gguf_factory.convert(folder, at / "model.gguf", request.param)
+    if request.param == "Q4_1":
+        path = gguf_factory.convert(folder, at / "model.gguf", request.param)
+        return path, DEFAULTS | {"dtype": "auto"}
+    kept = {"kv_cache_dtype": "int8"} if request.param == "int8 KV" else {}
+    return folder, DEFAULTS | kept
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -81,9 +88,9 @@ def bits(outputs: list[Any]) -> list[Any]:
     ]
 
 
-def run(model: Path, prompts: list[Any], params: list[Any], **how: Any) -> tuple[list[Any], Any]:
-    dtype = {"dtype": "auto"} if model.suffix == ".gguf" else {}
-    with LLM(str(model), **(DEFAULTS | dtype | {"num_threads": 1} | how)) as llm:
+def run(model: Model, prompts: list[Any], params: list[Any], **how: Any) -> tuple[list[Any], Any]:
+    path, always = model
+    with LLM(str(path), **(always | {"num_threads": 1} | how)) as llm:
         outputs = llm.generate(prompts, params, progress=False)
         again = llm.generate(prompts[:20], params[:20], progress=False)
         assert bits(again) == bits(outputs[:20]), "the same from the cache"
@@ -92,9 +99,10 @@ def run(model: Path, prompts: list[Any], params: list[Any], **how: Any) -> tuple
     return bits(outputs), stats
 
 
-def test_in_any_company(model: Path) -> None:
+def test_in_any_company(model: Model) -> None:
     prompts, params = requests()
-    with LLM(str(model), **(DEFAULTS | {"num_threads": 1, "enable_prefix_caching": False})) as llm:
+    path, always = model
+    with LLM(str(path), **(always | {"num_threads": 1, "enable_prefix_caching": False})) as llm:
         alone = [
             bits(llm.generate([prompt], [how], progress=False))[0]
             for prompt, how in zip(prompts, params, strict=True)
@@ -110,7 +118,7 @@ def test_in_any_company(model: Path) -> None:
 
 
 def test_a_long_beginning_is_attended_together(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that share more than the kernels' 256 keys are computed in one tile over these."""
     rng = np.random.default_rng(12)

@@ -16,6 +16,7 @@ __all__ = ["EngineConfig", "EngineOptions"]
 
 BLOCK_SIZES = (8, 16, 32)
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
@@ -27,7 +28,9 @@ class EngineConfig:
     Attributes:
         dtype: What is computed in. ``float32`` and ``bfloat16`` convert the weights when they are
             loaded; ``auto`` computes with the file's own format where there is a kernel for it.
-        kv_cache_dtype: What keys and values are kept in; ``auto`` is what is computed in.
+        kv_cache_dtype: What keys and values are kept in; ``auto`` is what is computed in. ``int8``,
+            with a scale per token and head, takes a bit over a quarter of the memory of ``float32``
+            and moves results a little.
         max_model_len: Longest sequence, prompt and output. By default the model's own limit.
         max_num_batched_tokens: Tokens a step may compute, over all sequences.
         max_num_seqs: Sequences that run at once.
@@ -56,7 +59,7 @@ class EngineConfig:
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 128
@@ -93,7 +96,7 @@ class EngineConfig:
                 bad.append(f"{name}={value!r}: want {low} to {high}{remedy}")
 
         choice("dtype", DTYPES)
-        choice("kv_cache_dtype", DTYPES)
+        choice("kv_cache_dtype", KV_CACHE_DTYPES)
         choice("block_size", BLOCK_SIZES)
         choice("scheduling_policy", SCHEDULING_POLICIES)
         bad += [
@@ -140,7 +143,7 @@ class EngineOptions(TypedDict, total=False):
     """The fields of :class:`EngineConfig` as keywords, for type checkers."""
 
     dtype: Literal["auto", "float32", "bfloat16"]
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"]
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"]
     max_model_len: int | None
     max_num_batched_tokens: int
     max_num_seqs: int

@@ -47,5 +47,11 @@ def load_model(
             num_threads=config.num_threads,
             progress=advance,
         )
-    logger.info("%s from %s, computed in %s", source.name, source.path, runner.dtype)
+    logger.info(
+        "%s from %s, computed in %s, keys and values kept in %s",
+        source.name,
+        source.path,
+        runner.dtype,
+        runner.kv_dtype,
+    )
     return runner, tokenizer

@@ -19,7 +19,7 @@ from fastserve.extras import missing
 from fastserve.kernels.pool import make_pool, multiplies_bfloat16
 from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.config import DecoderConfig
-from fastserve.models.memory import KvCache, Logits, empty_kv
+from fastserve.models.memory import KvCache, KvDType, Logits, empty_kv, kv_num_bytes
 from fastserve.models.native import NativeDecoder
 from fastserve.models.resolve import ModelSource
 from fastserve.models.rope import rope_table
@@ -84,7 +84,7 @@ class CpuRunner:
         config: DecoderConfig,
         weights: DecoderWeights,
         pool: cpu.Pool,
-        kv_dtype: DType,
+        kv_dtype: KvDType,
     ) -> None:
         self.config = config
         self.vocab_size = config.vocab_size
@@ -112,7 +112,8 @@ class CpuRunner:
                 stay in the file's format where a kernel knows it; bfloat16 is computed in where
                 the file has it, the processor multiplies it and torch is installed, otherwise
                 float32.
-            kv_cache_dtype: The same for keys and values; ``auto`` is what is computed in.
+            kv_cache_dtype: ``float32``, ``bfloat16`` or ``int8``: what keys and values are stored
+                as; ``auto`` is what is computed in.
             num_threads: Threads that compute. By default one for each core that may be used.
             progress: Called as the weights come in.
 
@@ -124,7 +125,7 @@ class CpuRunner:
         threads = num_threads or host.cpus().num_usable
         pool = make_pool(threads)
         computed = _auto_dtype(checkpoint, pool) if dtype == "auto" else DType(dtype)
-        stored = computed if kv_cache_dtype == "auto" else DType(kv_cache_dtype)
+        stored = KvDType(computed if kv_cache_dtype == "auto" else kv_cache_dtype)
         _check_heads(config, stored, source)
         weights = load_weights(
             checkpoint,
@@ -148,8 +149,10 @@ class CpuRunner:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory that one block takes, over all layers."""
-        per_token = 2 * self.config.kv_size * self.kv_dtype.itemsize
-        return self.config.num_layers * block_size * per_token
+        config = self.config
+        return kv_num_bytes(
+            config.num_layers, 1, block_size, config.num_kv_heads, config.head_dim, self.kv_dtype
+        )
 
     def allocate_kv(self, num_blocks: int, block_size: int, block_tables: Words) -> None:
         """Make the cache. The memory is taken only where it is used.
@@ -230,7 +233,7 @@ def _packing(dtype: str, computed: DType, pool: cpu.Pool) -> Packing | None:
     return Packing.AS_STORED if dtype == "auto" else Packing.AS_COMPUTED
 
 
-def _check_heads(config: DecoderConfig, kv_dtype: DType, source: ModelSource) -> None:
+def _check_heads(config: DecoderConfig, kv_dtype: KvDType, source: ModelSource) -> None:
     """Refuse heads that the kernels do not take, before gigabytes are read."""
     try:
         empty_kv(1, 1, 16, config.num_kv_heads, config.head_dim, kv_dtype)

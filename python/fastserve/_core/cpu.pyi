@@ -24,15 +24,21 @@ __all__ = [
 
 # bfloat16 travels as uint16.
 _Array: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+_Kv: TypeAlias = _Array | NDArray[np.int8]
 _Words: TypeAlias = NDArray[np.int32]
 
 def detect_isa() -> str: ...
 def available_isas() -> list[str]: ...
 def kv_shape(
-    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
 ) -> tuple[int, int, int, int, int]: ...
 def kv_layer_shape(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str
 ) -> tuple[int, int, int, int]: ...
 def weight_formats() -> list[str]: ...
 def decode(format: str, blocks: NDArray[np.uint8], out: _Array) -> None: ...
@@ -114,7 +120,7 @@ class Decoder:
     def forward(
         self,
         pool: Pool,
-        kv: _Array,
+        kv: _Kv,
         logits: NDArray[np.float32],
         *,
         token_ids: _Words,
@@ -154,7 +160,7 @@ class Pool:
         positions: _Words,
         slot_mapping: _Words,
         cos_sin: _Array,
-        kv_layer: _Array,
+        kv_layer: _Kv,
         *,
         q_norm: _Array | None = None,
         k_norm: _Array | None = None,
@@ -163,7 +169,7 @@ class Pool:
     def paged_attention(
         self,
         q: _Array,
-        kv_layer: _Array,
+        kv_layer: _Kv,
         block_tables: _Words,
         row_slots: _Words,
         query_indptr: _Words,

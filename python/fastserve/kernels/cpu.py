@@ -9,7 +9,7 @@ The layout of a KV block is described in ``rust/cpu/src/layout.rs``; here a bloc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     Indices = NDArray[np.int32]
     Array = torch.Tensor | NDArray[np.float32] | NDArray[np.uint16]
+    KvLayer = Array | NDArray[np.int8]
 
 
 class CpuKernels:
@@ -88,7 +89,7 @@ class CpuKernels:
         positions: Indices,
         slot_mapping: Indices,
         cos_sin: Array,
-        kv_layer: Array,
+        kv_layer: KvLayer,
         *,
         q_norm: Array | None = None,
         k_norm: Array | None = None,
@@ -124,7 +125,7 @@ class CpuKernels:
     def paged_attention(
         self,
         q: torch.Tensor,
-        kv_layer: Array,
+        kv_layer: KvLayer,
         block_tables: Indices,
         row_slots: Indices,
         query_indptr: Indices,
@@ -170,7 +171,11 @@ class CpuKernels:
         return out
 
 
-def as_array(tensor: Array) -> NDArray[np.float32] | NDArray[np.uint16]:
+@overload
+def as_array(tensor: Array) -> NDArray[np.float32] | NDArray[np.uint16]: ...
+@overload
+def as_array(tensor: NDArray[np.int8]) -> NDArray[np.int8]: ...
+def as_array(tensor: KvLayer) -> NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8]:
     """The tensor's own memory as a numpy array. Keep it to save the microsecond of making it."""
     if isinstance(tensor, np.ndarray):
         return tensor

@@ -5,22 +5,43 @@ The layout of a KV block is described in ``rust/cpu/src/layout.rs``; here a bloc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastserve._core import cpu
 from fastserve.arena import Words
-from fastserve.models.tensors import Array, DType
 
-__all__ = ["KvCache", "Logits", "LogitsBuffer", "empty_kv"]
+__all__ = ["KvArray", "KvCache", "KvDType", "Logits", "LogitsBuffer", "empty_kv", "kv_num_bytes"]
 
 Logits: TypeAlias = NDArray[np.float32]
 """``[num_outputs, vocab_size]``, valid until the next step."""
 
+KvArray: TypeAlias = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8]
+"""Keys and values in memory. bfloat16, which numpy lacks, travels as uint16."""
+
 _KEPT_BYTES: Final = 64 << 20
+
+
+class KvDType(StrEnum):
+    """What keys and values are stored as. Its value is what an option of the engine calls it.
+
+    ``int8`` has a float32 scale for each token's key and for its value, of each head: the largest
+    number over 127. They are part of a block.
+    """
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The dtype of a :data:`KvArray` of it."""
+        return np.dtype({"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[self])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +55,7 @@ class KvCache:
             sequence can reach.
     """
 
-    kv: Array
+    kv: KvArray
     block_tables: Words
     cos_sin: NDArray[np.float32]
 
@@ -45,15 +66,32 @@ def empty_kv(
     block_size: int,
     num_kv_heads: int,
     head_dim: int,
-    dtype: DType,
-) -> Array:
+    dtype: KvDType,
+) -> KvArray:
     """KV of all layers, untouched memory: axis 0 is the layer, axis 1 the block.
 
     Raises:
         ValueError: Blocks or heads of a size that the kernels do not know.
     """
-    shape = cpu.kv_shape(num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+    shape = cpu.kv_shape(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
     return np.empty(shape, dtype.numpy)
+
+
+def kv_num_bytes(
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: KvDType,
+) -> int:
+    """Memory that :func:`empty_kv` of the same takes, scales included.
+
+    Raises:
+        ValueError: Blocks or heads of a size that the kernels do not know.
+    """
+    shape = cpu.kv_shape(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+    return math.prod(shape) * dtype.numpy.itemsize
 
 
 class LogitsBuffer:

@@ -1,5 +1,7 @@
 //! Element types: what is stored. Arithmetic is always in `f32`.
 
+use crate::layout::KvDType;
+
 /// How an array stores its numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DType {
@@ -69,6 +71,7 @@ mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for super::Bf16 {}
+    impl Sealed for i8 {}
 }
 
 /// A stored number: `f32` or [`Bf16`].
@@ -103,6 +106,24 @@ impl Element for Bf16 {
     fn narrow(value: f32) -> Self {
         Self::from_f32(value)
     }
+}
+
+/// An element of the array of keys and values: `f32`, [`Bf16`] or `i8`.
+pub trait KvElement: Copy + Send + Sync + sealed::Sealed + 'static {
+    /// Its run-time name.
+    const KV_DTYPE: KvDType;
+}
+
+impl KvElement for f32 {
+    const KV_DTYPE: KvDType = KvDType::F32;
+}
+
+impl KvElement for Bf16 {
+    const KV_DTYPE: KvDType = KvDType::Bf16;
+}
+
+impl KvElement for i8 {
+    const KV_DTYPE: KvDType = KvDType::I8;
 }
 
 #[cfg(test)]

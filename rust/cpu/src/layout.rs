@@ -3,16 +3,18 @@
 //! All layers' KV is one C-contiguous array
 //!
 //! ```text
-//! kv[num_layers, num_blocks, num_kv_heads, 2, block_size * head_dim]     2 = (K tile, V tile)
+//! kv[num_layers, num_blocks, num_kv_heads, 2, tile]     2 = (K tile, V tile)
 //! ```
 //!
-//! of `float32` or `bfloat16`. Outside this crate a tile is opaque; a block is copied by copying
-//! `kv[:, block]`. The last axis, written out (G = 8 if `block_size` is 8, otherwise 16):
+//! of `float32`, `bfloat16` or `int8`. Outside this crate a tile is opaque; a block is copied by
+//! copying `kv[:, block]`. The last axis, written out (G = 8 if `block_size` is 8, otherwise 16):
 //!
 //! ```text
 //!            K tile                                V tile
 //! float32    [block_size / G][head_dim][G]         [block_size][head_dim]
 //! bfloat16   [block_size / G][head_dim / 2][G][2]  [block_size / 2][head_dim][2]
+//! int8       [block_size / G][head_dim][G]         [block_size][head_dim]
+//!            scale f32[block_size]                 scale f32[block_size]
 //! ```
 //!
 //! Why. A score is a dot product over `head_dim`. With G keys side by side, one vector register
@@ -21,12 +23,73 @@
 //! comes in pairs along the axis of summation: widening is then one shift for the first and one
 //! mask for the second of a pair, and it is the order that bf16 dot-product instructions read.
 //! K and V of one (block, head) are neighbours, so that a block is one run of memory to stream.
+//!
+//! An `int8` tile is bytes: `block_size * head_dim` numbers (a multiple of 64), then the scales of
+//! its tokens, so that they move with the block. A tile is a multiple of 32 bytes: scales are aligned
+//! where the array is aligned to four. What numbers and scales mean is said in `store.rs`.
 
-use crate::element::DType;
 use crate::error::{ArgumentError, require};
 
 /// Widest head: scratch rows have this many elements.
 pub const MAX_HEAD_DIM: usize = 256;
+
+/// Bytes of a scale.
+const SCALE_BYTES: usize = size_of::<f32>();
+
+/// What keys and values are stored as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvDType {
+    /// IEEE binary32.
+    F32,
+    /// The upper half of a binary32, carried as `uint16`.
+    Bf16,
+    /// Signed bytes, and one `f32` scale for each token's key and for its value, of each head.
+    I8,
+}
+
+impl KvDType {
+    /// Every one.
+    pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::I8];
+
+    /// Bytes of one element of the array.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+            Self::I8 => 1,
+        }
+    }
+
+    /// Bytes that the array must be aligned to.
+    pub const fn alignment(self) -> usize {
+        match self {
+            Self::F32 | Self::I8 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+
+    /// The name that an option of the engine has for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::I8 => "int8",
+        }
+    }
+
+    /// The type called `name`, if there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
+    }
+
+    /// Elements that a token takes in a tile of heads of `head_dim`, its scale included.
+    pub const fn token_len(self, head_dim: usize) -> usize {
+        match self {
+            Self::F32 | Self::Bf16 => head_dim,
+            Self::I8 => head_dim + SCALE_BYTES,
+        }
+    }
+}
 
 /// Shape of one layer's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +102,8 @@ pub struct KvLayout {
     pub block_size: usize,
     /// Elements of one head: a multiple of 8, at most [`MAX_HEAD_DIM`].
     pub head_dim: usize,
+    /// What they are stored as.
+    pub dtype: KvDType,
 }
 
 /// Shape of the array that holds all layers' KV.
@@ -74,9 +139,9 @@ impl KvLayout {
         )
     }
 
-    /// Elements of one K or V tile.
+    /// Elements of one K or V tile: numbers, or bytes where they have scales.
     pub const fn tile_len(&self) -> usize {
-        self.block_size * self.head_dim
+        self.block_size * self.dtype.token_len(self.head_dim)
     }
 
     /// Elements of one layer.
@@ -104,23 +169,29 @@ impl KvLayout {
 
     /// Offset in a K tile of dimension `dim` of the token at `offset` in its block.
     #[inline(always)]
-    pub const fn key_at(&self, dtype: DType, offset: usize, dim: usize) -> usize {
+    pub const fn key_at(&self, offset: usize, dim: usize) -> usize {
         let keys = self.key_group();
         let (group, key) = (offset / keys, offset % keys);
         let group = group * keys * self.head_dim;
-        match dtype {
-            DType::F32 => group + dim * keys + key,
-            DType::Bf16 => group + (dim / 2 * keys + key) * 2 + dim % 2,
+        match self.dtype {
+            KvDType::F32 | KvDType::I8 => group + dim * keys + key,
+            KvDType::Bf16 => group + (dim / 2 * keys + key) * 2 + dim % 2,
         }
     }
 
     /// Offset in a V tile of dimension `dim` of the token at `offset` in its block.
     #[inline(always)]
-    pub const fn value_at(&self, dtype: DType, offset: usize, dim: usize) -> usize {
-        match dtype {
-            DType::F32 => offset * self.head_dim + dim,
-            DType::Bf16 => (offset / 2 * self.head_dim + dim) * 2 + offset % 2,
+    pub const fn value_at(&self, offset: usize, dim: usize) -> usize {
+        match self.dtype {
+            KvDType::F32 | KvDType::I8 => offset * self.head_dim + dim,
+            KvDType::Bf16 => (offset / 2 * self.head_dim + dim) * 2 + offset % 2,
         }
+    }
+
+    /// Offset in an `int8` tile of the scale of the token at `offset` in its block, in bytes.
+    #[inline(always)]
+    pub const fn scale_at(&self, offset: usize) -> usize {
+        self.block_size * self.head_dim + offset * SCALE_BYTES
     }
 }
 
@@ -128,32 +199,42 @@ impl KvLayout {
 mod tests {
     use super::*;
 
-    /// Every element of a tile is at one place, and the tiles of a layer fill it.
+    /// Every element of a tile is at one place, its scales behind them, and the tiles of a layer
+    /// fill it.
     #[test]
     fn tiles_are_permutations() {
         for (block_size, head_dim) in [(8, 8), (16, 24), (32, 64), (48, 80)] {
-            let layout = KvLayout { num_blocks: 3, num_kv_heads: 2, block_size, head_dim };
-            layout.check().unwrap();
-            for dtype in [DType::F32, DType::Bf16] {
+            for dtype in KvDType::ALL {
+                let layout =
+                    KvLayout { num_blocks: 3, num_kv_heads: 2, block_size, head_dim, dtype };
+                layout.check().unwrap();
                 for at in [KvLayout::key_at, KvLayout::value_at] {
                     let mut seen = vec![false; layout.tile_len()];
                     for offset in 0..block_size {
                         for dim in 0..head_dim {
-                            let place = at(&layout, dtype, offset, dim);
+                            let place = at(&layout, offset, dim);
                             assert!(!seen[place], "({offset}, {dim}) shares {place}");
                             seen[place] = true;
                         }
+                        let scale = if dtype == KvDType::I8 { layout.scale_at(offset) } else { 0 };
+                        assert!(scale.is_multiple_of(SCALE_BYTES));
+                        let bytes = if dtype == KvDType::I8 { scale..scale + 4 } else { 0..0 };
+                        assert!(!seen[bytes.clone()].contains(&true), "scale {offset} is shared");
+                        seen[bytes].fill(true);
                     }
+                    assert!(!seen.contains(&false), "a hole in a tile");
                 }
+                assert!((layout.tile_len() * dtype.size()).is_multiple_of(32));
+                assert_eq!(layout.value_tile(2, 1) + layout.tile_len(), layout.layer_len());
+                assert_eq!(kv_layer_shape(layout).iter().product::<usize>(), layout.layer_len());
             }
-            assert_eq!(layout.value_tile(2, 1) + layout.tile_len(), layout.layer_len());
-            assert_eq!(kv_layer_shape(layout).iter().product::<usize>(), layout.layer_len());
         }
     }
 
     #[test]
     fn sizes_that_no_kernel_knows_are_refused() {
-        let good = KvLayout { num_blocks: 1, num_kv_heads: 1, block_size: 16, head_dim: 64 };
+        let (block_size, head_dim, dtype) = (16, 64, KvDType::F32);
+        let good = KvLayout { num_blocks: 1, num_kv_heads: 1, block_size, head_dim, dtype };
         for (block_size, head_dim) in [(0, 64), (12, 64), (24, 64), (16, 0), (16, 12), (16, 264)] {
             assert!(KvLayout { block_size, head_dim, ..good }.check().is_err());
         }

@@ -33,6 +33,7 @@ pub mod product;
 pub mod rope;
 pub mod sampling;
 mod simd;
+mod store;
 pub mod view;
 
 pub use attention::{Attention, paged_attention};
@@ -41,7 +42,7 @@ pub use element::{Bf16, DType};
 pub use error::ArgumentError;
 pub use gate::silu_mul;
 pub use isa::Isa;
-pub use layout::{KvLayout, kv_layer_shape, kv_shape};
+pub use layout::{KvDType, KvLayout, kv_layer_shape, kv_shape};
 pub use norm::rms_norm;
 pub use pool::Pool;
 pub use product::{Packed, Weight, WeightFormat, decode, gather, linear};

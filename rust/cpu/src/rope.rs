@@ -1,21 +1,18 @@
 //! Rotary positions, and writing keys and values into their slots.
 //!
 //! Tokens are independent. Each head goes through a small `f32` buffer: load, norm (if the model
-//! has one), rotate, store; so queries are rounded once, and keys once, to what the cache holds.
-//!
-//! Keys and values are stored element by element with relaxed atomic stores, which cost the same as
-//! plain ones: two tokens of one call may name the same slot, or neighbours in one cache line, and
-//! then which of the two wins is open, but nothing is torn.
+//! has one), rotate, store; so queries are rounded once, and keys once, to what the cache holds
+//! (`store.rs`).
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
-use crate::element::{Bf16, DType, Element};
+use crate::element::{Bf16, DType};
 use crate::error::{ArgumentError, require};
-use crate::layout::{KvLayout, MAX_HEAD_DIM};
+use crate::layout::{KvDType, KvLayout, MAX_HEAD_DIM};
 use crate::norm::inverse_rms;
 use crate::pool::Pool;
 use crate::simd::{Kernel, LANES, Lanes, Simd};
+use crate::store::{Head, Stored, store};
 use crate::view::{KvViewMut, Matrix, MatrixMut};
 
 /// Tokens of one item.
@@ -56,10 +53,12 @@ pub fn rope_and_write_kv(
 ) -> Result<(), ArgumentError> {
     check(q, kv, rope)?;
     match (q.as_matrix().dtype(), kv.as_view().dtype()) {
-        (DType::F32, DType::F32) => run::<f32, f32>(pool, q, kv, rope),
-        (DType::F32, DType::Bf16) => run::<f32, Bf16>(pool, q, kv, rope),
-        (DType::Bf16, DType::F32) => run::<Bf16, f32>(pool, q, kv, rope),
-        (DType::Bf16, DType::Bf16) => run::<Bf16, Bf16>(pool, q, kv, rope),
+        (DType::F32, KvDType::F32) => run::<f32, f32>(pool, q, kv, rope),
+        (DType::F32, KvDType::Bf16) => run::<f32, Bf16>(pool, q, kv, rope),
+        (DType::F32, KvDType::I8) => run::<f32, i8>(pool, q, kv, rope),
+        (DType::Bf16, KvDType::F32) => run::<Bf16, f32>(pool, q, kv, rope),
+        (DType::Bf16, KvDType::Bf16) => run::<Bf16, Bf16>(pool, q, kv, rope),
+        (DType::Bf16, KvDType::I8) => run::<Bf16, i8>(pool, q, kv, rope),
     }
     Ok(())
 }
@@ -77,9 +76,6 @@ fn run<X: Lanes, C: Stored>(pool: &Pool, q: &MatrixMut<'_>, kv: &KvViewMut<'_>, 
     let kernel = Rotate::<X, C> { q, kv, rope, types: PhantomData };
     pool.run(&kernel, num_tokens.div_ceil(TOKENS_PER_ITEM), work_ns);
 }
-
-/// One head, with room for a whole vector at its end.
-type Head = [f32; MAX_HEAD_DIM + LANES];
 
 impl<X: Lanes, C: Stored> Kernel for Rotate<'_, X, C> {
     #[inline(always)]
@@ -164,9 +160,9 @@ impl<X: Lanes, C: Stored> Rotate<'_, X, C> {
             // tiles are inside the layer, and `key_at` and `value_at` are inside a tile.
             unsafe {
                 self.rotate(s, k.add(index * dim), self.rope.k_norm.as_ref(), angles, head);
-                C::scatter(head, base.add(key_tile), layout, offset, KvLayout::key_at);
+                store(s, head, base.add(key_tile), layout, offset, KvLayout::key_at);
                 load_head(s, v.add(index * dim), head, dim);
-                C::scatter(head, base.add(value_tile), layout, offset, KvLayout::value_at);
+                store(s, head, base.add(value_tile), layout, offset, KvLayout::value_at);
             }
         }
     }
@@ -204,62 +200,6 @@ fn norm_head<S: Simd, W: Lanes>(s: S, head: &mut Head, dim: usize, weight: &Matr
             let x = s.mul(s.load(head.add(at)), inverse);
             s.store(head.add(at), s.mul(x, W::load_first(s, weight.add(at), dim - at)));
         }
-    }
-}
-
-/// Where `(offset, dim)` lies in a tile.
-type Place = fn(&KvLayout, DType, usize, usize) -> usize;
-
-/// What keys and values are stored as.
-trait Stored: Element {
-    /// Store one element so that a concurrent store is no data race.
-    ///
-    /// # Safety
-    ///
-    /// `to` is a writable element.
-    unsafe fn store_relaxed(to: *mut Self, value: f32);
-
-    /// Store the first `head_dim` of `head` as the token at `offset` of `tile`.
-    ///
-    /// # Safety
-    ///
-    /// `tile` is a tile of `layout`.
-    #[inline(always)]
-    unsafe fn scatter(
-        head: &Head,
-        tile: *mut Self,
-        layout: &KvLayout,
-        offset: usize,
-        place: Place,
-    ) {
-        // Every layout repeats after two dimensions.
-        let [first, second, third] = [0, 1, 2].map(|dim| place(layout, Self::DTYPE, offset, dim));
-        let mut to = tile.wrapping_add(first);
-        for pair in head[..layout.head_dim].chunks_exact(2) {
-            // SAFETY: places are inside a tile.
-            unsafe {
-                Self::store_relaxed(to, pair[0]);
-                Self::store_relaxed(to.wrapping_add(second - first), pair[1]);
-            }
-            to = to.wrapping_add(third - first);
-        }
-    }
-}
-
-impl Stored for f32 {
-    #[inline(always)]
-    unsafe fn store_relaxed(to: *mut Self, value: f32) {
-        // SAFETY: the caller's promise; an `f32` is as large and as aligned as an `AtomicU32`.
-        unsafe { AtomicU32::from_ptr(to.cast()) }.store(value.to_bits(), Ordering::Relaxed);
-    }
-}
-
-impl Stored for Bf16 {
-    #[inline(always)]
-    unsafe fn store_relaxed(to: *mut Self, value: f32) {
-        let bits = Self::from_f32(value).0;
-        // SAFETY: the caller's promise; a `Bf16` is as large and as aligned as an `AtomicU16`.
-        unsafe { AtomicU16::from_ptr(to.cast()) }.store(bits, Ordering::Relaxed);
     }
 }
 

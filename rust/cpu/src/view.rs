@@ -7,8 +7,8 @@
 
 use std::marker::PhantomData;
 
-use crate::element::{Bf16, DType, Element};
-use crate::layout::KvLayout;
+use crate::element::{Bf16, DType, Element, KvElement};
+use crate::layout::{KvDType, KvLayout};
 
 /// Read-only matrix.
 #[derive(Debug, Clone, Copy)]
@@ -187,7 +187,6 @@ impl<'a> MatrixMut<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct KvView<'a> {
     data: *const u8,
-    dtype: DType,
     layout: KvLayout,
     lifetime: PhantomData<&'a [u8]>,
 }
@@ -209,26 +208,27 @@ unsafe impl Send for KvViewMut<'_> {}
 unsafe impl Sync for KvViewMut<'_> {}
 
 impl<'a> KvView<'a> {
-    /// A layer held in a slice of `f32` or [`Bf16`]. Panics unless the length is the layout's.
-    pub fn new<T: Element>(data: &'a [T], layout: KvLayout) -> Self {
-        assert_eq!(data.len(), layout.layer_len(), "KV length");
+    /// A layer held in a slice. Panics unless the type and the length are the layout's, and the
+    /// slice is aligned as they need.
+    pub fn new<T: KvElement>(data: &'a [T], layout: KvLayout) -> Self {
+        assert_fits(data, layout);
         // SAFETY: the slice is borrowed for 'a and has the layout's length.
-        unsafe { Self::from_raw(data.as_ptr().cast(), T::DTYPE, layout) }
+        unsafe { Self::from_raw(data.as_ptr().cast(), layout) }
     }
 
     /// A layer in foreign memory.
     ///
     /// # Safety
     ///
-    /// `data` points to `layout.layer_len()` readable elements, aligned for the element type, that
-    /// nobody writes for `'a`.
-    pub unsafe fn from_raw(data: *const u8, dtype: DType, layout: KvLayout) -> Self {
-        Self { data, dtype, layout, lifetime: PhantomData }
+    /// `data` points to `layout.layer_len()` readable elements, aligned as [`KvDType::alignment`]
+    /// says, that nobody writes for `'a`.
+    pub unsafe fn from_raw(data: *const u8, layout: KvLayout) -> Self {
+        Self { data, layout, lifetime: PhantomData }
     }
 
     /// How elements are stored.
-    pub const fn dtype(&self) -> DType {
-        self.dtype
+    pub const fn dtype(&self) -> KvDType {
+        self.layout.dtype
     }
 
     /// The layer's shape.
@@ -238,29 +238,30 @@ impl<'a> KvView<'a> {
 
     /// First element. Panics on a wrong type.
     #[inline(always)]
-    pub(crate) fn base<T: Element>(&self) -> *const T {
-        assert!(self.dtype == T::DTYPE);
+    pub(crate) fn base<T: KvElement>(&self) -> *const T {
+        assert!(self.layout.dtype == T::KV_DTYPE);
         self.data.cast()
     }
 }
 
 impl<'a> KvViewMut<'a> {
-    /// A layer held in a slice of `f32` or [`Bf16`]. Panics unless the length is the layout's.
-    pub fn new<T: Element>(data: &'a mut [T], layout: KvLayout) -> Self {
-        assert_eq!(data.len(), layout.layer_len(), "KV length");
+    /// A layer held in a slice. Panics unless the type and the length are the layout's, and the
+    /// slice is aligned as they need.
+    pub fn new<T: KvElement>(data: &'a mut [T], layout: KvLayout) -> Self {
+        assert_fits(data, layout);
         // SAFETY: the slice is exclusively borrowed for 'a and has the layout's length.
-        unsafe { Self::from_raw(data.as_mut_ptr().cast(), T::DTYPE, layout) }
+        unsafe { Self::from_raw(data.as_mut_ptr().cast(), layout) }
     }
 
     /// A layer in foreign memory.
     ///
     /// # Safety
     ///
-    /// `data` points to `layout.layer_len()` writable elements, aligned for the element type, that
-    /// nobody else reads or writes for `'a`.
-    pub unsafe fn from_raw(data: *mut u8, dtype: DType, layout: KvLayout) -> Self {
+    /// `data` points to `layout.layer_len()` writable elements, aligned as [`KvDType::alignment`]
+    /// says, that nobody else reads or writes for `'a`.
+    pub unsafe fn from_raw(data: *mut u8, layout: KvLayout) -> Self {
         // SAFETY: passed on to the caller.
-        let view = unsafe { KvView::from_raw(data, dtype, layout) };
+        let view = unsafe { KvView::from_raw(data, layout) };
         Self { view, lifetime: PhantomData }
     }
 
@@ -271,9 +272,17 @@ impl<'a> KvViewMut<'a> {
 
     /// First element. Panics on a wrong type.
     #[inline(always)]
-    pub(crate) fn base<T: Element>(&self) -> *mut T {
+    pub(crate) fn base<T: KvElement>(&self) -> *mut T {
         self.view.base::<T>().cast_mut()
     }
+}
+
+/// Panic unless `data` is one layer of `layout`.
+fn assert_fits<T: KvElement>(data: &[T], layout: KvLayout) {
+    assert_eq!(data.len(), layout.layer_len(), "KV length");
+    assert_eq!(T::KV_DTYPE, layout.dtype, "KV type");
+    let address = data.as_ptr() as usize;
+    assert!(address.is_multiple_of(layout.dtype.alignment()), "KV alignment");
 }
 
 #[cfg(test)]

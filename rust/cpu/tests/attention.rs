@@ -9,7 +9,7 @@ mod common;
 
 use common::paged::{Call, Case};
 use common::{DTYPES, assert_close, pools, rounding};
-use fastserve_cpu::DType;
+use fastserve_cpu::{DType, KvDType};
 use proptest::prelude::*;
 
 fn check(case: &Case, seed: u64) {
@@ -27,7 +27,7 @@ fn check(case: &Case, seed: u64) {
 fn every_shape_of_head_and_block() {
     for head_dim in [8, 24, 32, 64, 80, 96, 128, 200, 256] {
         for block_size in [8, 16, 32, 48] {
-            for kv_dtype in DTYPES {
+            for kv_dtype in KvDType::ALL {
                 let rows = vec![(1, 1), (1, 37), (5, 20)];
                 let (num_heads, num_kv_heads) = (6, 2);
                 let shape = Case { rows, num_heads, num_kv_heads, head_dim, ..Case::default() };
@@ -43,7 +43,8 @@ fn mixed_rows_over_several_ranges() {
     for dtype in DTYPES {
         for (num_heads, num_kv_heads) in [(9, 3), (4, 4), (14, 2), (7, 1)] {
             let shape = Case { rows: rows.clone(), num_heads, num_kv_heads, ..Case::default() };
-            check(&Case { dtype, kv_dtype: DType::Bf16, ..shape.clone() }, 7);
+            check(&Case { dtype, kv_dtype: KvDType::Bf16, ..shape.clone() }, 7);
+            check(&Case { dtype, kv_dtype: KvDType::I8, ..shape.clone() }, 6);
             check(&Case { dtype, block_size: 8, ..shape }, 8);
         }
     }
@@ -71,7 +72,8 @@ fn rows_that_share_blocks() {
     ];
     let many: Vec<_> = (0..37).map(|row| (1, 530 + row)).collect();
     for num_shared_blocks in [1, 16, 17, 32, 44] {
-        for (num_heads, num_kv_heads, kv_dtype) in [(9, 3, DType::F32), (4, 4, DType::Bf16)] {
+        let cases = [(9, 3, KvDType::F32), (4, 4, KvDType::Bf16), (6, 2, KvDType::I8)];
+        for (num_heads, num_kv_heads, kv_dtype) in cases {
             let shape = Case { num_heads, num_kv_heads, kv_dtype, ..Case::default() };
             let shape = Case { num_shared_blocks, head_dim: 32, ..shape };
             check(&Case { rows: rows.clone(), ..shape.clone() }, 11);
@@ -91,10 +93,12 @@ fn more_heads_in_a_group_than_rows_in_a_tile() {
 fn windows() {
     for window in [1, 2, 7, 16, 63, 255, 256, 257, 600] {
         for block_size in [8, 16] {
-            let rows = vec![(1, 700), (40, 640), (300, 300), (1, 3)];
-            let shape =
-                Case { rows, num_heads: 4, num_kv_heads: 2, head_dim: 32, ..Case::default() };
-            check(&Case { block_size, window, ..shape }, window as u64);
+            for kv_dtype in [KvDType::F32, KvDType::I8] {
+                let rows = vec![(1, 700), (40, 640), (300, 300), (1, 3)];
+                let (num_heads, num_kv_heads) = (4, 2);
+                let shape = Case { rows, num_heads, num_kv_heads, kv_dtype, ..Case::default() };
+                check(&Case { block_size, window, head_dim: 32, ..shape }, window as u64);
+            }
         }
     }
 }
@@ -102,8 +106,11 @@ fn windows() {
 #[test]
 fn softcap() {
     for softcap in [0.5, 5.0, 50.0] {
-        let rows = vec![(1, 300), (20, 40)];
-        check(&Case { rows, num_heads: 4, num_kv_heads: 2, softcap, ..Case::default() }, 5);
+        for kv_dtype in KvDType::ALL {
+            let rows = vec![(1, 300), (20, 40)];
+            let shape = Case { rows, num_heads: 4, num_kv_heads: 2, kv_dtype, ..Case::default() };
+            check(&Case { softcap, ..shape }, 5);
+        }
     }
 }
 
@@ -112,6 +119,27 @@ fn no_rows_and_padding_rows() {
     check(&Case { rows: vec![], ..Case::default() }, 0);
     check(&Case { rows: vec![(0, 0), (0, 5)], ..Case::default() }, 0);
     check(&Case { rows: vec![(2, 0), (1, 5), (1, 0)], ..Case::default() }, 0);
+}
+
+/// int8 moves the result no further than the rounding of keys and values explains.
+#[test]
+fn int8_is_near_what_was_given() {
+    for (head_dim, block_size) in [(8, 8), (64, 16), (80, 32), (256, 16)] {
+        let rows = vec![(1, 700), (30, 300), (1, 1), (5, 20)];
+        let shape = Case { rows, num_heads: 4, num_kv_heads: 2, head_dim, ..Case::default() };
+        let call = Call::new(&Case { block_size, kv_dtype: KvDType::I8, ..shape }, 9);
+        let (want, bounds) = (call.reference_of_given(), call.bounds_of_int8());
+        for pool in pools() {
+            let got = call.run(&pool);
+            for (row, (want, bounds)) in want.iter().zip(&bounds).enumerate() {
+                for (col, (want, bound)) in want.iter().zip(bounds).enumerate() {
+                    let error = (f64::from(got.get(row, col)) - want).abs();
+                    let what = format!("{pool:?} {:?}: [{row}, {col}]", call.case);
+                    assert!(error <= *bound, "{what} is off by {error}, want {bound} at most");
+                }
+            }
+        }
+    }
 }
 
 /// A row whose own numbers are NaN says so, and the others do not notice.
@@ -137,7 +165,7 @@ fn nan_stays_in_its_row() {
 #[test]
 fn the_writing_kernel_follows_the_layout() {
     for (block_size, head_dim) in [(8, 8), (16, 64), (32, 80), (48, 256)] {
-        for kv_dtype in DTYPES {
+        for kv_dtype in KvDType::ALL {
             let rows = vec![(0, 1), (0, 75)];
             let shape = Case { rows, num_kv_heads: 2, num_heads: 2, ..Case::default() };
             let call = Call::new(&Case { head_dim, block_size, kv_dtype, ..shape }, 2);
@@ -153,10 +181,11 @@ fn any_case() -> impl Strategy<Value = Case> {
     let rows = prop::collection::vec(row.prop_map(|(n, len)| (n.min(len), len)), 0..4);
     let heads = (1usize..4, 1usize..9);
     let block_size = prop_oneof![Just(8usize), Just(16), Just(32)];
-    let dtype = || prop_oneof![Just(DType::F32), Just(DType::Bf16)];
+    let dtype = prop_oneof![Just(DType::F32), Just(DType::Bf16)];
+    let kv_dtype = prop::sample::select(KvDType::ALL.to_vec());
     let window = prop_oneof![Just(0usize), 1usize..400];
     let shared = 0usize..80;
-    (rows, heads, 1usize..17, block_size, dtype(), dtype(), window, shared).prop_map(
+    (rows, heads, 1usize..17, block_size, dtype, kv_dtype, window, shared).prop_map(
         |(rows, (num_kv_heads, group), eighths, block_size, dtype, kv_dtype, window, shared)| {
             Case {
                 rows,

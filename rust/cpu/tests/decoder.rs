@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use common::{Noise, pools};
 use fastserve_cpu::{
-    DType, Decoder, Isa, KvCache, KvLayout, Layer, Matrix, MatrixMut, Model, Numbers, Packed, Pool,
-    Step, Weight, WeightFormat, kv_shape,
+    DType, Decoder, Isa, KvCache, KvDType, KvLayout, Layer, Matrix, MatrixMut, Model, Numbers,
+    Packed, Pool, Step, Weight, WeightFormat, kv_shape,
 };
 
 const VOCAB: usize = 37;
@@ -239,7 +239,8 @@ struct Run<'a> {
     plain: &'a Plain,
     decoder: Decoder,
     sequences: Vec<Vec<i32>>,
-    kv: Vec<f32>,
+    /// All bits set: NaN of every type, or a scale that is.
+    kv: Vec<u32>,
     layout: KvLayout,
     block_tables: Vec<i32>,
     last_samples: Vec<i32>,
@@ -247,10 +248,15 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(plain: &'a Plain, dtype: DType) -> Self {
-        let num_blocks = NUM_SLOTS * MAX_BLOCKS + 2;
-        let layout =
-            KvLayout { num_blocks, num_kv_heads: NUM_KV_HEADS, block_size: 16, head_dim: HEAD_DIM };
+    fn new(plain: &'a Plain, dtype: DType, kv_dtype: KvDType) -> Self {
+        let layout = KvLayout {
+            num_blocks: NUM_SLOTS * MAX_BLOCKS + 2,
+            num_kv_heads: NUM_KV_HEADS,
+            block_size: 16,
+            head_dim: HEAD_DIM,
+            dtype: kv_dtype,
+        };
+        let kv_len: usize = kv_shape(plain.layers.len(), layout).iter().product();
         let noise = &mut Noise::new(11);
         let mut sequence =
             |len: usize| -> Vec<i32> { (0..len).map(|_| noise.below(VOCAB) as i32).collect() };
@@ -258,7 +264,7 @@ impl<'a> Run<'a> {
             plain,
             decoder: Decoder::new(plain.model(dtype)).unwrap(),
             sequences: vec![sequence(33), sequence(16), sequence(50)],
-            kv: vec![f32::NAN; kv_shape(plain.layers.len(), layout).iter().product()],
+            kv: vec![u32::MAX; kv_len * kv_dtype.size() / 4],
             layout,
             // Blocks of neighbours lie apart.
             block_tables: (0..NUM_SLOTS * MAX_BLOCKS)
@@ -306,9 +312,8 @@ impl<'a> Run<'a> {
             copies: &self.copies,
             cos_sin: Matrix::f32(&self.plain.cos_sin, HEAD_DIM),
         };
-        // SAFETY: the vector has the shape's length and is borrowed for the call alone.
-        let mut kv =
-            unsafe { KvCache::from_raw(self.kv.as_mut_ptr().cast(), DType::F32, 3, self.layout) };
+        // SAFETY: the vector has the shape's bytes and is borrowed for the call alone.
+        let mut kv = unsafe { KvCache::from_raw(self.kv.as_mut_ptr().cast(), 3, self.layout) };
         let out = &mut MatrixMut::f32(&mut logits, VOCAB);
         self.decoder.forward(pool, &step, &mut kv, out).unwrap();
         logits.chunks(VOCAB).rev().map(<[f32]>::to_vec).collect()
@@ -333,13 +338,17 @@ fn schedules() -> Vec<Vec<Vec<Row>>> {
 fn logits_are_those_of_plain_loops_however_sequences_are_cut() {
     for kind in KINDS {
         let plain = Plain::new(kind);
-        let sequences = Run::new(&plain, DType::F32).sequences;
+        let sequences = Run::new(&plain, DType::F32, KvDType::F32).sequences;
         let want: Vec<Vec<Vec<f64>>> = sequences.iter().map(|s| plain.logits(s)).collect();
-        for (dtype, most) in [(DType::F32, 2e-5), (DType::Bf16, 0.15)] {
+        for (dtype, kv_dtype, most) in [
+            (DType::F32, KvDType::F32, 2e-5),
+            (DType::F32, KvDType::I8, 0.05),
+            (DType::Bf16, KvDType::F32, 0.15),
+        ] {
             let mut bits: Vec<Vec<u32>> = Vec::new();
             for pool in pools() {
                 for steps in schedules() {
-                    let mut run = Run::new(&plain, dtype);
+                    let mut run = Run::new(&plain, dtype, kv_dtype);
                     let mut got = vec![vec![Vec::new(); MAX_POSITIONS]; NUM_SLOTS];
                     for rows in steps {
                         let mut logits = run.step(&pool, &rows).into_iter();
@@ -354,8 +363,8 @@ fn logits_are_those_of_plain_loops_however_sequences_are_cut() {
                                 let error = (f64::from(*got) - want).abs();
                                 assert!(
                                     error <= most,
-                                    "{kind:?} {dtype:?} {pool:?} slot {slot} at {position}: \
-                                     {got}, want {want}"
+                                    "{kind:?} {dtype:?} {kv_dtype:?} {pool:?} slot {slot} at \
+                                     {position}: {got}, want {want}"
                                 );
                                 own.push(got.to_bits());
                             }
@@ -367,7 +376,7 @@ fn logits_are_those_of_plain_loops_however_sequences_are_cut() {
             }
             // Instruction sets may differ where a product has chains of its own; schedules and
             // numbers of threads may not.
-            assert!(bits.len() <= Isa::available().len(), "{kind:?} {dtype:?}");
+            assert!(bits.len() <= Isa::available().len(), "{kind:?} {dtype:?} {kv_dtype:?}");
         }
     }
 }
@@ -376,20 +385,22 @@ fn logits_are_those_of_plain_loops_however_sequences_are_cut() {
 fn blocks_are_copied_before_anything_is_written() {
     let plain = Plain::new(KINDS[0]);
     let pool = Pool::new(2, Isa::detect());
-    let mut run = Run::new(&plain, DType::F32);
-    run.step(&pool, &[(2, 0, 20)]);
-    let want = run.step(&pool, &[(2, 20, 1)]);
-    // Slot 0 becomes a fork of slot 2: the first block is shared, the second is copied, and written
-    // again at 20 after the copy.
-    let source = run.block_tables[2 * MAX_BLOCKS + 1];
-    let copy = (NUM_SLOTS * MAX_BLOCKS) as i32;
-    run.sequences[0] = run.sequences[2].clone();
-    run.block_tables[0] = run.block_tables[2 * MAX_BLOCKS];
-    run.block_tables[1] = copy;
-    run.copies = vec![source, copy];
-    assert_eq!(run.step(&pool, &[(0, 20, 1)]), want);
-    run.copies.clear();
-    assert_eq!(run.step(&pool, &[(2, 20, 1)]), want, "the source is as it was");
+    for kv_dtype in KvDType::ALL {
+        let mut run = Run::new(&plain, DType::F32, kv_dtype);
+        run.step(&pool, &[(2, 0, 20)]);
+        let want = run.step(&pool, &[(2, 20, 1)]);
+        // Slot 0 becomes a fork of slot 2: the first block is shared, the second is copied, and written
+        // again at 20 after the copy.
+        let source = run.block_tables[2 * MAX_BLOCKS + 1];
+        let copy = (NUM_SLOTS * MAX_BLOCKS) as i32;
+        run.sequences[0] = run.sequences[2].clone();
+        run.block_tables[0] = run.block_tables[2 * MAX_BLOCKS];
+        run.block_tables[1] = copy;
+        run.copies = vec![source, copy];
+        assert_eq!(run.step(&pool, &[(0, 20, 1)]), want);
+        run.copies.clear();
+        assert_eq!(run.step(&pool, &[(2, 20, 1)]), want, "the source is as it was");
+    }
 }
 
 #[test]
@@ -433,7 +444,7 @@ fn a_model_whose_parts_do_not_fit_is_refused_by_name() {
 fn a_step_that_does_not_fit_is_refused_by_name() {
     let plain = Plain::new(KINDS[0]);
     let pool = Pool::new(1, Isa::detect());
-    let mut run = Run::new(&plain, DType::F32);
+    let mut run = Run::new(&plain, DType::F32, KvDType::F32);
     let layout = run.layout;
     let good = Step {
         token_ids: &[5],
@@ -453,9 +464,7 @@ fn a_step_that_does_not_fit_is_refused_by_name() {
     let mut refused = |step: Step<'_>, num_layers: usize| {
         let mut logits = vec![0.0; VOCAB];
         // SAFETY: the vector has at least that many layers and is borrowed for the call alone.
-        let mut kv = unsafe {
-            KvCache::from_raw(run.kv.as_mut_ptr().cast(), DType::F32, num_layers, layout)
-        };
+        let mut kv = unsafe { KvCache::from_raw(run.kv.as_mut_ptr().cast(), num_layers, layout) };
         let out = &mut MatrixMut::f32(&mut logits, VOCAB);
         run.decoder.forward(&pool, &step, &mut kv, out).map_err(|error| error.to_string())
     };

@@ -8,7 +8,7 @@ mod common;
 
 use common::{Buffer, DTYPES, Noise, assert_close, pools, rounding};
 use fastserve_cpu::{
-    Bf16, DType, KvLayout, KvViewMut, Pool, Rope, rms_norm, rope_and_write_kv, silu_mul,
+    Bf16, DType, KvDType, KvLayout, KvViewMut, Pool, Rope, rms_norm, rope_and_write_kv, silu_mul,
 };
 use proptest::prelude::*;
 
@@ -172,6 +172,7 @@ impl Rotation {
             num_kv_heads: NUM_KV_HEADS,
             block_size: 16,
             head_dim: self.head_dim,
+            dtype: KvDType::F32,
         }
     }
 
@@ -261,8 +262,8 @@ impl Rotation {
         let layout = self.layout();
         let (block, offset) = (slot / 16, slot % 16);
         let (head, dim) = (col / self.head_dim, col % self.head_dim);
-        let key = layout.key_tile(block, head) + layout.key_at(DType::F32, offset, dim);
-        let value = layout.value_tile(block, head) + layout.value_at(DType::F32, offset, dim);
+        let key = layout.key_tile(block, head) + layout.key_at(offset, dim);
+        let value = layout.value_tile(block, head) + layout.value_at(offset, dim);
         (cache[key], cache[value])
     }
 }
@@ -294,7 +295,8 @@ fn rotation_of_many_tokens() {
 /// Two tokens may name one slot; one of them wins whole numbers.
 #[test]
 fn tokens_with_one_slot() {
-    let layout = KvLayout { num_blocks: 1, num_kv_heads: 1, block_size: 16, head_dim: 8 };
+    let (block_size, head_dim, dtype) = (16, 8, KvDType::Bf16);
+    let layout = KvLayout { num_blocks: 1, num_kv_heads: 1, block_size, head_dim, dtype };
     let pool = Pool::new(3, fastserve_cpu::Isa::detect());
     let n = 4000;
     let numbers: Vec<Bf16> = (0..n * 8).map(|i| Bf16::from_f32((i / 8) as f32)).collect();

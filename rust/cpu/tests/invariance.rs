@@ -3,9 +3,9 @@
 
 mod common;
 
+use common::Buffer;
 use common::paged::{Call, Case};
-use common::{Buffer, DTYPES};
-use fastserve_cpu::{DType, Isa, Pool};
+use fastserve_cpu::{DType, Isa, KvDType, Pool};
 
 fn assert_same(what: &str, got: &Buffer, row: usize, want: &Buffer, want_row: usize) {
     let (got, want) = (got.row_bits(row), want.row_bits(want_row));
@@ -37,7 +37,7 @@ fn alone(case: &Case, len: usize, isa: Isa) -> Buffer {
 
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for kv_dtype in DTYPES {
+    for kv_dtype in KvDType::ALL {
         for (num_heads, num_kv_heads, head_dim, block_size, window, dtype) in [
             (9, 3, 64, 16, 0, DType::F32),
             (4, 4, 24, 8, 0, DType::Bf16),

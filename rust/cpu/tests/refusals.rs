@@ -1,14 +1,15 @@
 //! Arguments that would read or write outside an array are refused by name, before anything runs.
 
 use fastserve_cpu::{
-    ArgumentError, Attention, Isa, KvLayout, KvView, KvViewMut, Matrix, MatrixMut, Pool, Rope,
-    paged_attention, rms_norm, rope_and_write_kv, silu_mul,
+    ArgumentError, Attention, Isa, KvDType, KvLayout, KvView, KvViewMut, Matrix, MatrixMut, Pool,
+    Rope, paged_attention, rms_norm, rope_and_write_kv, silu_mul,
 };
 
 /// How a message begins, and what brings it about.
 type Wrong<T> = (&'static str, fn(&mut T));
 
-const LAYOUT: KvLayout = KvLayout { num_blocks: 4, num_kv_heads: 2, block_size: 8, head_dim: 8 };
+const LAYOUT: KvLayout =
+    KvLayout { num_blocks: 4, num_kv_heads: 2, block_size: 8, head_dim: 8, dtype: KvDType::F32 };
 
 fn pool() -> Pool {
     Pool::new(1, Isa::detect())

@@ -40,7 +40,7 @@ impl<'py> Array<'py> {
     /// `object`, to write.
     pub(crate) fn new_mut(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
         let this = Self::new(name, object)?;
-        if this.flags() & npyffi::NPY_ARRAY_WRITEABLE == 0 {
+        if !is_writable(&this.numpy) {
             return Err(this.error("a writable array"));
         }
         Ok(this)
@@ -73,18 +73,12 @@ impl<'py> Array<'py> {
         self.shape().try_into().map_err(|_| self.error(want))
     }
 
-    fn flags(&self) -> i32 {
-        // SAFETY: the array object is alive while `self.numpy` holds it.
-        unsafe { (*self.numpy.as_array_ptr()).fields.flags }
-    }
-
-    pub(crate) fn data(&self) -> *const u8 {
+    fn data(&self) -> *const u8 {
         self.data_mut()
     }
 
-    pub(crate) fn data_mut(&self) -> *mut u8 {
-        // SAFETY: the array object is alive while `self.numpy` holds it.
-        unsafe { (*self.numpy.as_array_ptr()).fields.data.cast() }
+    fn data_mut(&self) -> *mut u8 {
+        data_of(&self.numpy)
     }
 
     /// `(rows, columns, row stride)` in elements. Rows are the first axis (a vector is one row);
@@ -177,17 +171,36 @@ impl<'py> Array<'py> {
     }
 }
 
+/// An argument whose memory is compared with the others'.
+pub(crate) trait Memory {
+    /// The argument's name.
+    fn name(&self) -> &'static str;
+    /// Where it lies.
+    fn place(&self) -> PyResult<Matrix<'_>>;
+}
+
+impl Memory for Array<'_> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn place(&self) -> PyResult<Matrix<'_>> {
+        self.matrix()
+    }
+}
+
 /// `ValueError` if an array that is written shares memory with any other argument.
 pub(crate) fn check_overlap(
-    written: &[Option<&Array<'_>>],
+    written: &[Option<&dyn Memory>],
     read: &[Option<&Array<'_>>],
 ) -> PyResult<()> {
-    let all: Vec<&Array<'_>> = written.iter().chain(read).copied().flatten().collect();
+    let read = read.iter().flatten().map(|&array| array as &dyn Memory);
+    let all: Vec<&dyn Memory> = written.iter().copied().flatten().chain(read).collect();
     let num_written = written.iter().flatten().count();
     for (i, a) in all.iter().enumerate().take(num_written) {
         for b in &all[i + 1..] {
-            if a.matrix()?.overlaps(&b.matrix()?) {
-                let message = format!("{} and {}: want memory of their own", a.name, b.name);
+            if a.place()?.overlaps(&b.place()?) {
+                let message = format!("{} and {}: want memory of their own", a.name(), b.name());
                 return Err(PyValueError::new_err(message));
             }
         }
@@ -230,8 +243,7 @@ impl<'py> Words<'py> {
     }
 
     fn data(&self) -> *const i32 {
-        // SAFETY: the array object is alive while `self.numpy` holds it.
-        unsafe { (*self.numpy.as_array_ptr()).fields.data.cast() }
+        data_of(&self.numpy).cast()
     }
 
     /// The words, row by row.
@@ -245,7 +257,7 @@ impl<'py> Words<'py> {
     }
 
     /// `ValueError` if any of them is in memory that is written.
-    pub(crate) fn check_apart(&self, written: &[&Array<'_>]) -> PyResult<()> {
+    pub(crate) fn check_apart(&self, written: &[&dyn Memory]) -> PyResult<()> {
         let (start, len) = (self.data(), self.numpy.len());
         if len == 0 {
             return Ok(());
@@ -253,8 +265,9 @@ impl<'py> Words<'py> {
         // SAFETY: contiguous, aligned `int32` that the array keeps alive; only its place is looked at.
         let own = unsafe { Matrix::from_raw(start.cast(), DType::F32, 1, len, len) };
         for array in written {
-            if array.matrix()?.overlaps(&own) {
-                let message = format!("{} and {}: want memory of their own", array.name, self.name);
+            if array.place()?.overlaps(&own) {
+                let names = (array.name(), self.name);
+                let message = format!("{} and {}: want memory of their own", names.0, names.1);
                 return Err(PyValueError::new_err(message));
             }
         }
@@ -267,7 +280,20 @@ impl<'py> Words<'py> {
     }
 }
 
-fn untyped<'py>(
+/// First element.
+pub(crate) fn data_of(array: &Bound<'_, PyUntypedArray>) -> *mut u8 {
+    // SAFETY: the array object is alive while it is borrowed.
+    unsafe { (*array.as_array_ptr()).fields.data.cast() }
+}
+
+pub(crate) fn is_writable(array: &Bound<'_, PyUntypedArray>) -> bool {
+    // SAFETY: the array object is alive while it is borrowed.
+    let flags = unsafe { (*array.as_array_ptr()).fields.flags };
+    flags & npyffi::NPY_ARRAY_WRITEABLE != 0
+}
+
+/// `object` as a numpy array of any type.
+pub(crate) fn untyped<'py>(
     name: &'static str,
     object: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyUntypedArray>> {

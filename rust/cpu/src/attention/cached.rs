@@ -1,7 +1,7 @@
-//! Reading keys and values from a cache of either type. The layout is that of [`crate::layout`].
+//! Reading keys and values from a cache of any type. The layout is that of [`crate::layout`].
 
-use crate::element::Bf16;
-use crate::simd::{Lanes, Simd};
+use crate::element::{Bf16, KvElement};
+use crate::simd::Simd;
 
 /// Keys or values behind one pointer: a block of any size is a whole number of these.
 pub(super) const OCTET: usize = 8;
@@ -9,9 +9,12 @@ pub(super) const OCTET: usize = 8;
 /// A type that keys and values are stored as.
 ///
 /// An octet pointer points to the first dimension of the first key or value of an octet.
-pub(super) trait Cached: Lanes {
+pub(super) trait Cached: KvElement {
     /// Elements from one key of a group to the next.
     const KEY_STEP: usize;
+
+    /// Whether tiles have scales, of which what is read here knows nothing.
+    const IS_SCALED: bool;
 
     /// Dimensions `dim` (even) and `dim + 1` of sixteen keys: those of the two octets at `octets`,
     /// which the cache holds in groups of `group` keys. Unless `SPLIT`, `group` is sixteen and the
@@ -55,63 +58,75 @@ pub(super) trait Cached: Lanes {
     ) -> S::V;
 }
 
-impl Cached for f32 {
-    const KEY_STEP: usize = 1;
+/// Types whose dimensions and values lie one after the other.
+macro_rules! one_by_one {
+    ($type:ty, $is_scaled:literal, $load:ident, $load_half:ident, $load_split:ident) => {
+        impl Cached for $type {
+            const KEY_STEP: usize = 1;
+            const IS_SCALED: bool = $is_scaled;
 
-    #[inline(always)]
-    unsafe fn keys<S: Simd, const SPLIT: bool>(
-        s: S,
-        octets: *const *const Self,
-        group: usize,
-        dim: usize,
-    ) -> (S::V, S::V) {
-        // SAFETY: the caller's promise; a dimension of a group is `group` elements.
-        unsafe {
-            if SPLIT {
-                let (low, high) = ((*octets).add(dim * group), (*octets.add(1)).add(dim * group));
-                (s.load_split(low, high), s.load_split(low.add(group), high.add(group)))
-            } else {
-                let from = (*octets).add(dim * 16);
-                (s.load(from), s.load(from.add(16)))
+            #[inline(always)]
+            unsafe fn keys<S: Simd, const SPLIT: bool>(
+                s: S,
+                octets: *const *const Self,
+                group: usize,
+                dim: usize,
+            ) -> (S::V, S::V) {
+                // SAFETY: the caller's promise; a dimension of a group is `group` elements.
+                unsafe {
+                    if SPLIT {
+                        let (low, high) = (*octets, *octets.add(1));
+                        let (low, high) = (low.add(dim * group), high.add(dim * group));
+                        let next = s.$load_split(low.add(group), high.add(group));
+                        (s.$load_split(low, high), next)
+                    } else {
+                        let from = (*octets).add(dim * 16);
+                        (s.$load(from), s.$load(from.add(16)))
+                    }
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn values<S: Simd, const HALF: bool>(
+                s: S,
+                octet: *const Self,
+                head_dim: usize,
+                key: usize,
+                at: usize,
+            ) -> (S::V, S::V) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    (
+                        Self::value::<S, HALF>(s, octet, head_dim, key, at),
+                        Self::value::<S, HALF>(s, octet, head_dim, key + 1, at),
+                    )
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn value<S: Simd, const HALF: bool>(
+                s: S,
+                octet: *const Self,
+                head_dim: usize,
+                key: usize,
+                at: usize,
+            ) -> S::V {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let from = octet.add(key * head_dim + at);
+                    if HALF { s.$load_half(from) } else { s.$load(from) }
+                }
             }
         }
-    }
-
-    #[inline(always)]
-    unsafe fn values<S: Simd, const HALF: bool>(
-        s: S,
-        octet: *const Self,
-        head_dim: usize,
-        key: usize,
-        at: usize,
-    ) -> (S::V, S::V) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            (
-                Self::value::<S, HALF>(s, octet, head_dim, key, at),
-                Self::value::<S, HALF>(s, octet, head_dim, key + 1, at),
-            )
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn value<S: Simd, const HALF: bool>(
-        s: S,
-        octet: *const Self,
-        head_dim: usize,
-        key: usize,
-        at: usize,
-    ) -> S::V {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let from = octet.add(key * head_dim + at);
-            if HALF { s.load_half(from) } else { s.load(from) }
-        }
-    }
+    };
 }
+
+one_by_one!(f32, false, load, load_half, load_split);
+one_by_one!(i8, true, load_i8, load_i8_half, load_i8_split);
 
 impl Cached for Bf16 {
     const KEY_STEP: usize = 2;
+    const IS_SCALED: bool = false;
 
     #[inline(always)]
     unsafe fn keys<S: Simd, const SPLIT: bool>(

@@ -28,8 +28,8 @@ pub(super) struct Scores<C> {
     pub(super) q: *const f32,
     pub(super) rows: usize,
     pub(super) head_dim: usize,
-    /// Tokens in a block, which is how far a key's value is from it.
-    pub(super) block_size: usize,
+    /// How far a key's value is from it, in elements.
+    pub(super) to_value: usize,
     /// Octet pointers of the keys, two for each vector.
     pub(super) octets: *const *const C,
     /// Keys side by side in the cache: 8 or 16.
@@ -95,6 +95,11 @@ pub(super) const fn max_rows<S: Simd>() -> usize {
     if S::IS_PLAIN { 2 } else { 6 }
 }
 
+/// Dimensions of sixteen keys that are a line of memory, but two at least.
+const fn dims_per_line<C>() -> usize {
+    if size_of::<C>() == 1 { 4 } else { 2 }
+}
+
 /// Ask for the sixteen pairs at `at`: one line, or two lines `apart` elements apart.
 #[inline(always)]
 fn fetch<S: Simd, C: Cached>(s: S, at: *const C, apart: usize) {
@@ -139,7 +144,7 @@ impl<C: Cached, const R: usize, const N: usize, const SPLIT: bool> Kernel
 {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, _item: usize) {
-        let Scores { q, head_dim, block_size, octets, group, out, .. } = self.0;
+        let Scores { q, head_dim, to_value, octets, group, out, .. } = self.0;
         let mut sums = [[s.splat(0.0); N]; R];
         let mut dim = 0;
         while dim < head_dim {
@@ -165,11 +170,11 @@ impl<C: Cached, const R: usize, const N: usize, const SPLIT: bool> Kernel
                     }
                 }
             }
-            if R <= MAX_ROWS_TO_PREFETCH {
+            if R <= MAX_ROWS_TO_PREFETCH && dim.is_multiple_of(dims_per_line::<C>()) {
                 for n in 0..N {
                     // SAFETY: the promise of `Scores::compute`.
                     let keys = unsafe { octets.add(2 * n).read() };
-                    let values = keys.wrapping_add(head_dim * block_size + dim * LANES);
+                    let values = keys.wrapping_add(to_value + dim * LANES);
                     fetch::<S, C>(s, values, LANES);
                 }
             }

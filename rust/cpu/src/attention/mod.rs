@@ -11,6 +11,10 @@
 //! operation runs, never which operations a result is made of; so the bits stay the same
 //! (`tests/invariance.rs`). Scores, weights and sums are `f32`, whatever is stored.
 //!
+//! Where the cache has scales (`int8`), a score is the chain over the stored integers, then times the
+//! key's scale, then times [`Attention::scale`]; a value's weight is multiplied by the value's scale
+//! before its chain, and enters the sum of weights without it.
+//!
 //! # How it is made fast
 //!
 //! * A *tile* is up to [`tile::MAX_ROWS`] query rows (token × head) of one sequence that share a KV
@@ -31,8 +35,9 @@ mod scratch;
 mod tile;
 mod work;
 
-use crate::element::{Bf16, DType};
+use crate::element::Bf16;
 use crate::error::ArgumentError;
+use crate::layout::KvDType;
 use crate::pool::Pool;
 use crate::view::{KvView, Matrix, MatrixMut};
 
@@ -82,8 +87,9 @@ pub fn paged_attention(
 ) -> Result<(), ArgumentError> {
     check::check(args, out.as_matrix())?;
     match args.kv.dtype() {
-        DType::F32 => run::<f32>(pool, args, out),
-        DType::Bf16 => run::<Bf16>(pool, args, out),
+        KvDType::F32 => run::<f32>(pool, args, out),
+        KvDType::Bf16 => run::<Bf16>(pool, args, out),
+        KvDType::I8 => run::<i8>(pool, args, out),
     }
     Ok(())
 }

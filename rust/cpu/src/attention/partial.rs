@@ -3,7 +3,7 @@
 use super::RANGE;
 use super::cached::{Cached, OCTET};
 use super::micro::{Scores, Values, max_rows};
-use super::scratch::{Scratch, Stats};
+use super::scratch::{Scales, Scratch, Stats};
 use super::tile::{MAX_ROWS, Span};
 use crate::layout::KvLayout;
 use crate::math;
@@ -94,19 +94,21 @@ pub(super) unsafe fn compute<S: Simd, C: Cached>(
     }
     let seen = &seen[..spans.len()];
     let union = Seen::union(seen);
-    find_octets(source, start, union, scratch);
     let end = spans.last().map_or(0, |span| span.high);
-    find_next_octets(source, start, union, end, scratch);
-    // SAFETY: the octets of `union` were found, and `seen` has as many rows as `scratch.q`.
+    // SAFETY: the caller's promise; the octets of `union` are found first, and `seen` has as many rows
+    // as `scratch.q`.
     unsafe {
+        find_octets(source, start, union, scratch);
+        find_next_octets(source, start, union, end, scratch);
         if !S::MANY_REGISTERS || source.layout.key_group() == OCTET {
             scores::<S, C, true>(s, source.layout, seen, union, scratch);
         } else {
             scores::<S, C, false>(s, source.layout, seen, union, scratch);
         }
+        let scales = if C::IS_SCALED { Some(&scratch.scales) } else { None };
         for (row, &seen) in seen.iter().enumerate() {
             if !seen.is_empty() {
-                scratch.stats[row] = weigh(s, &mut scratch.scores[row], seen, logits);
+                scratch.stats[row] = weigh(s, &mut scratch.scores[row], scales, seen, logits);
                 for at in (0..source.layout.head_dim).step_by(LANES) {
                     s.store(scratch.values[row].as_mut_ptr().add(at), s.splat(0.0));
                 }
@@ -116,9 +118,14 @@ pub(super) unsafe fn compute<S: Simd, C: Cached>(
     }
 }
 
-/// Fill in the octet pointers of the keys of `union`, and of what shares a vector with them.
+/// Fill in the octet pointers of the keys of `union`, and of what shares a vector with them; and the
+/// scales of the former.
+///
+/// # Safety
+///
+/// `source.base` is a layer of `source.layout`.
 #[inline(always)]
-fn find_octets<C: Cached>(
+unsafe fn find_octets<C: Cached>(
     source: &Source<'_, C>,
     start: usize,
     union: Seen,
@@ -146,6 +153,12 @@ fn find_octets<C: Cached>(
         } else {
             place(keys, offset).cast()
         };
+        if C::IS_SCALED {
+            let tiles = source.base.cast::<u8>().wrapping_add(layout.scale_at(offset));
+            let [keys, values] = [keys, values].map(|tile| tiles.wrapping_add(tile).cast());
+            // SAFETY: both tiles are in the layer, and elements of tiles with scales are bytes.
+            unsafe { scratch.scales.read(octet, keys, values) };
+        }
     }
     // A vector of keys at either end may have one octet that nobody sees. It must be readable.
     if first % 2 == 1 {
@@ -222,7 +235,7 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
                 q: scratch.q[first..].as_ptr().cast(),
                 rows,
                 head_dim: layout.head_dim,
-                block_size: layout.block_size,
+                to_value: layout.tile_len(),
                 group: layout.key_group(),
                 octets: scratch.key_octets[vector * 2..].as_ptr().cast(),
                 num_vectors: block.to.div_ceil(LANES) - vector,
@@ -239,11 +252,20 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
 
 /// Turn a row of scores into weights relative to their maximum; zero where a key is not seen.
 ///
+/// With `scales`, a score is multiplied by its key's before anything else, and a weight by its value's
+/// after everything else: the sum of weights is without it, and where a key is not seen it may be NaN.
+///
 /// # Safety
 ///
 /// The row has the scores of the keys in `seen`, rounded out to whole vectors.
 #[inline(always)]
-unsafe fn weigh<S: Simd>(s: S, row: &mut [f32], seen: Seen, logits: Logits) -> Stats {
+unsafe fn weigh<S: Simd>(
+    s: S,
+    row: &mut [f32],
+    scales: Option<&Scales>,
+    seen: Seen,
+    logits: Logits,
+) -> Stats {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
     let Logits { scale, softcap } = logits;
     let vectors = seen.from / LANES..seen.to.div_ceil(LANES);
@@ -254,6 +276,9 @@ unsafe fn weigh<S: Simd>(s: S, row: &mut [f32], seen: Seen, logits: Logits) -> S
         unsafe {
             let at = row.add(vector * LANES);
             let mut x = s.load(at);
+            if let Some(scales) = scales {
+                x = s.mul(x, s.load(scales.keys.as_ptr().add(vector * LANES)));
+            }
             if softcap == 0.0 {
                 x = s.mul(x, s.splat(scale * LOG2_E));
             } else {
@@ -271,8 +296,11 @@ unsafe fn weigh<S: Simd>(s: S, row: &mut [f32], seen: Seen, logits: Logits) -> S
         // SAFETY: the caller's promise.
         unsafe {
             let at = row.add(vector * LANES);
-            let weight = math::exp2(s, s.sub(s.load(at), s.splat(max)));
+            let mut weight = math::exp2(s, s.sub(s.load(at), s.splat(max)));
             sum = s.add(sum, weight);
+            if let Some(scales) = scales {
+                weight = s.mul(weight, s.load(scales.values.as_ptr().add(vector * LANES)));
+            }
             s.store(at, weight);
         }
     }

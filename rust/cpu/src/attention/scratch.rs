@@ -32,12 +32,36 @@ impl Stats {
     pub(super) const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 }
 
+/// Scales of the keys of a range and of their values.
+pub(super) struct Scales {
+    pub(super) keys: [f32; RANGE],
+    pub(super) values: [f32; RANGE],
+}
+
+impl Scales {
+    /// Read those of octet number `octet` of the range.
+    ///
+    /// # Safety
+    ///
+    /// `keys` and `values` point to its first scales in its tiles.
+    #[inline(always)]
+    pub(super) unsafe fn read(&mut self, octet: usize, keys: *const f32, values: *const f32) {
+        // SAFETY: the caller's promise: an octet lies in one block.
+        unsafe {
+            self.keys.as_chunks_mut().0[octet] = keys.cast::<[f32; OCTET]>().read();
+            self.values.as_chunks_mut().0[octet] = values.cast::<[f32; OCTET]>().read();
+        }
+    }
+}
+
 /// One thread's working memory for a tile: fits in the second-level cache.
 pub(super) struct Scratch {
     /// Queries, as `f32`.
     pub(super) q: Rows,
     /// Scores, then weights, of the current range.
     pub(super) scores: Rows,
+    /// Of the current range, where the cache has them.
+    pub(super) scales: Scales,
     /// Weighted values of the current range, and their statistics.
     pub(super) values: Rows,
     pub(super) stats: [Stats; MAX_ROWS],
@@ -57,6 +81,7 @@ impl Scratch {
         Self {
             q: rows(),
             scores: rows(),
+            scales: Scales { keys: [0.0; RANGE], values: [0.0; RANGE] },
             values: rows(),
             stats: [Stats::EMPTY; MAX_ROWS],
             total: rows(),

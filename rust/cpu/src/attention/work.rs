@@ -284,7 +284,7 @@ fn sees_all(args: &Attention<'_>, row: usize) -> bool {
 mod tests {
     use super::*;
     use crate::isa::Isa;
-    use crate::layout::KvLayout;
+    use crate::layout::{KvDType, KvLayout};
     use crate::view::{KvView, Matrix};
 
     /// What stacks park grows with rows and heads, and not with what the rows share.
@@ -294,7 +294,8 @@ mod tests {
         for num_shared in [16, 64, 256] {
             let per_row = num_shared + 1;
             let num_blocks = num_shared + ROWS;
-            let layout = KvLayout { num_blocks, num_kv_heads: 2, block_size: 16, head_dim: 8 };
+            let (block_size, head_dim, dtype) = (16, 8, KvDType::F32);
+            let layout = KvLayout { num_blocks, num_kv_heads: 2, block_size, head_dim, dtype };
             let kv = vec![0.0; layout.layer_len()];
             let q = vec![0.0; ROWS * 4 * 8];
             let block = |i: usize| {

@@ -2,7 +2,6 @@
 
 use std::marker::PhantomData;
 
-use crate::element::DType;
 use crate::error::{ArgumentError, require};
 use crate::layout::KvLayout;
 use crate::view::KvViewMut;
@@ -11,7 +10,6 @@ use crate::view::KvViewMut;
 #[derive(Debug)]
 pub struct KvCache<'a> {
     data: *mut u8,
-    dtype: DType,
     num_layers: usize,
     layout: KvLayout,
     lifetime: PhantomData<&'a mut [u8]>,
@@ -25,15 +23,11 @@ impl KvCache<'_> {
     ///
     /// # Safety
     ///
-    /// `data` points to `num_layers * layout.layer_len()` writable elements, aligned for the element
-    /// type, that nobody else reads or writes for the lifetime.
-    pub unsafe fn from_raw(
-        data: *mut u8,
-        dtype: DType,
-        num_layers: usize,
-        layout: KvLayout,
-    ) -> Self {
-        Self { data, dtype, num_layers, layout, lifetime: PhantomData }
+    /// `data` points to `num_layers * layout.layer_len()` writable elements, aligned as
+    /// [`KvDType::alignment`](crate::KvDType::alignment) says, that nobody else reads or writes for the
+    /// lifetime.
+    pub unsafe fn from_raw(data: *mut u8, num_layers: usize, layout: KvLayout) -> Self {
+        Self { data, num_layers, layout, lifetime: PhantomData }
     }
 
     /// Layers that it has room for.
@@ -49,12 +43,12 @@ impl KvCache<'_> {
     /// One layer. Panics if there is none of that index.
     pub fn layer(&mut self, index: usize) -> KvViewMut<'_> {
         // SAFETY: `start` is inside the memory that `from_raw` was promised.
-        unsafe { KvViewMut::from_raw(self.start(index), self.dtype, self.layout) }
+        unsafe { KvViewMut::from_raw(self.start(index), self.layout) }
     }
 
     fn start(&self, layer: usize) -> *mut u8 {
         assert!(layer < self.num_layers, "layer {layer} of {}", self.num_layers);
-        self.data.wrapping_add(layer * self.layout.layer_len() * self.dtype.size())
+        self.data.wrapping_add(layer * self.layout.layer_len() * self.layout.dtype.size())
     }
 
     /// Copy blocks, pair after pair of source and destination, in every layer.
@@ -76,7 +70,8 @@ impl KvCache<'_> {
             let want = format!("0 to {}", num_blocks.saturating_sub(1));
             return Err(ArgumentError::new("copies", id.to_string(), want));
         }
-        let size = self.layout.num_kv_heads * 2 * self.layout.tile_len() * self.dtype.size();
+        let KvLayout { num_kv_heads, dtype, .. } = self.layout;
+        let size = num_kv_heads * 2 * self.layout.tile_len() * dtype.size();
         for layer in 0..self.num_layers {
             let start = self.start(layer);
             for pair in pairs.chunks_exact(2) {

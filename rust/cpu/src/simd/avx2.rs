@@ -148,6 +148,20 @@ impl Avx2 {
         }
     }
 
+    /// Eight bytes, with sign.
+    ///
+    /// # Safety
+    ///
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn eight_i8(self, from: *const i8) -> __m256 {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX2.
+        unsafe {
+            let wide = x86::_mm256_cvtepi8_epi32(x86::_mm_loadl_epi64(from.cast()));
+            x86::_mm256_cvtepi32_ps(wide)
+        }
+    }
+
     /// All bits of lane i set where bit i of `mask` is.
     #[inline(always)]
     fn lanes_of(self, mask: u8) -> __m256 {
@@ -332,12 +346,18 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_i8(self, from: *const i8) -> Two {
+        // SAFETY: the caller's promise: both halves are in the sixteen bytes.
+        unsafe { self.load_i8_split(from, from.add(8)) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8_half(self, from: *const i8) -> Two {
         // SAFETY: the caller's promise, and `self` is a proof of AVX2.
-        unsafe {
-            let low = x86::_mm256_cvtepi8_epi32(x86::_mm_loadl_epi64(from.cast()));
-            let high = x86::_mm256_cvtepi8_epi32(x86::_mm_loadl_epi64(from.add(8).cast()));
-            Two(x86::_mm256_cvtepi32_ps(low), x86::_mm256_cvtepi32_ps(high))
-        }
+        unsafe { Two(self.eight_i8(from), x86::_mm256_setzero_ps()) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8_split(self, low: *const i8, high: *const i8) -> Two {
+        // SAFETY: the caller's promise.
+        unsafe { Two(self.eight_i8(low), self.eight_i8(high)) }
     }
     #[inline(always)]
     unsafe fn load_pairs_u4(self, from: *const u8) -> (Two, Two) {

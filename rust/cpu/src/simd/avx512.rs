@@ -37,6 +37,13 @@ impl Avx512 {
         unsafe { x86::_mm512_cvtepi32_ps(x86::_mm512_cvtepu8_epi32(bytes)) }
     }
 
+    /// Sixteen bytes, with sign.
+    #[inline(always)]
+    fn signed_bytes(self, bytes: __m128i) -> __m512 {
+        // SAFETY: `self` is a proof of AVX-512.
+        unsafe { x86::_mm512_cvtepi32_ps(x86::_mm512_cvtepi8_epi32(bytes)) }
+    }
+
     /// First and second of each pair: a bfloat16 is the upper half of an `f32`.
     #[inline(always)]
     fn widen_pairs(self, pairs: __m512i) -> (__m512, __m512) {
@@ -211,9 +218,20 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn load_i8(self, from: *const i8) -> __m512 {
         // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
-        unsafe {
-            x86::_mm512_cvtepi32_ps(x86::_mm512_cvtepi8_epi32(x86::_mm_loadu_si128(from.cast())))
-        }
+        self.signed_bytes(unsafe { x86::_mm_loadu_si128(from.cast()) })
+    }
+    #[inline(always)]
+    unsafe fn load_i8_half(self, from: *const i8) -> __m512 {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
+        self.signed_bytes(unsafe { x86::_mm_loadl_epi64(from.cast()) })
+    }
+    #[inline(always)]
+    unsafe fn load_i8_split(self, low: *const i8, high: *const i8) -> __m512 {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
+        self.signed_bytes(unsafe {
+            let (low, high) = (x86::_mm_loadl_epi64(low.cast()), x86::_mm_loadl_epi64(high.cast()));
+            x86::_mm_unpacklo_epi64(low, high)
+        })
     }
     #[inline(always)]
     unsafe fn load_pairs_u4(self, from: *const u8) -> (__m512, __m512) {

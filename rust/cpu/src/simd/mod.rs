@@ -32,7 +32,7 @@ pub(crate) const FEW_ROWS: usize = 4;
 /// Sixteen `f32` lanes and what can be done with them.
 ///
 /// Pairs: `load_pairs` reads sixteen pairs of bfloat16 and returns the first of each pair and the
-/// second of each; `half` reads eight (the upper lanes are zero) and `split` reads eight from each
+/// second of each. `half` reads eight (the upper lanes are zero) and `split` reads eight from each
 /// of two places.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen `f32`.
@@ -112,6 +112,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// Sixteen bytes are readable at `from`.
     unsafe fn load_i8(self, from: *const i8) -> Self::V;
+    /// # Safety
+    /// Eight bytes are readable at `from`.
+    unsafe fn load_i8_half(self, from: *const i8) -> Self::V;
+    /// # Safety
+    /// Eight bytes are readable at each of `low` and `high`.
+    unsafe fn load_i8_split(self, low: *const i8, high: *const i8) -> Self::V;
     /// Sixteen pairs of half bytes: the low ones, the high ones.
     /// # Safety
     /// Sixteen bytes are readable at `from`.

@@ -198,6 +198,20 @@ impl Simd for Portable {
         unsafe { from.cast::<[i8; LANES]>().read() }.map(f32::from)
     }
     #[inline(always)]
+    unsafe fn load_i8_half(self, from: *const i8) -> Array {
+        let mut out = [0.0; LANES];
+        // SAFETY: the caller's promise.
+        out[..8].copy_from_slice(&unsafe { from.cast::<[i8; 8]>().read() }.map(f32::from));
+        out
+    }
+    #[inline(always)]
+    unsafe fn load_i8_split(self, low: *const i8, high: *const i8) -> Array {
+        // SAFETY: the caller's promise.
+        let (mut low, high) = unsafe { (self.load_i8_half(low), self.load_i8_half(high)) };
+        low[8..].copy_from_slice(&high[..8]);
+        low
+    }
+    #[inline(always)]
     unsafe fn load_pairs_u4(self, from: *const u8) -> (Array, Array) {
         // SAFETY: the caller's promise.
         let bytes = unsafe { from.cast::<[u8; LANES]>().read() };

@@ -232,6 +232,9 @@ impl Operation for Narrow {
             push(s, out, s.load_f16(halves.as_ptr()));
             push(s, out, s.load_u8(bytes.as_ptr().add(1)));
             push(s, out, s.load_i8(bytes.as_ptr().add(1).cast()));
+            let signed = bytes.as_ptr().cast::<i8>();
+            push(s, out, s.load_i8_half(signed.add(3)));
+            push(s, out, s.load_i8_split(signed.add(7), signed.add(29)));
             let (low, high) = s.load_pairs_u4(bytes.as_ptr());
             push(s, out, low);
             push(s, out, high);
@@ -255,12 +258,15 @@ fn numbers_of_few_bits() {
             let at = |row: usize| portable[row * LANES + lane] as i32;
             assert_eq!(at(1), i32::from(byte(lane + 1)));
             assert_eq!(at(2), i32::from(byte(lane + 1) as i8));
-            assert_eq!((at(3), at(4)), (i32::from(byte(lane) % 16), i32::from(byte(lane) / 16)));
+            let split = if lane < 8 { byte(lane + 7) } else { byte(lane - 8 + 29) };
+            let half = if lane < 8 { byte(lane + 3) } else { 0 };
+            assert_eq!((at(3), at(4)), (i32::from(half as i8), i32::from(split as i8)));
+            assert_eq!((at(5), at(6)), (i32::from(byte(lane) % 16), i32::from(byte(lane) / 16)));
             let (first, second, high) = (byte(lane), byte(lane + 16), byte(lane + 32));
             let low = [first % 16, first / 16, second % 16, second / 16];
             for (i, low) in low.into_iter().enumerate() {
                 let top = high >> (2 * i) & 3;
-                assert_eq!(at(5 + i), i32::from(low + 16 * top));
+                assert_eq!(at(7 + i), i32::from(low + 16 * top));
             }
         }
     }

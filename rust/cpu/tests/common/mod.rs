@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 pub(crate) mod blocks;
+pub(crate) mod cache;
 pub(crate) mod paged;
 
 use fastserve_cpu::{Bf16, DType, Isa, Matrix, MatrixMut};

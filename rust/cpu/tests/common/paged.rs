@@ -1,10 +1,12 @@
 //! Rows of attention over a shuffled pool of blocks, and what they should come to.
 
+use std::ops::Range;
+
 use fastserve_cpu::{
-    Attention, Bf16, DType, KvLayout, KvView, KvViewMut, Matrix, Pool, Rope, paged_attention,
-    rope_and_write_kv,
+    Attention, DType, KvDType, KvLayout, Matrix, Pool, Rope, paged_attention, rope_and_write_kv,
 };
 
+use super::cache::{Cache, as_stored, quantized};
 use super::{Buffer, Noise};
 
 /// Shape of a call.
@@ -17,7 +19,7 @@ pub(crate) struct Case {
     pub(crate) head_dim: usize,
     pub(crate) block_size: usize,
     pub(crate) dtype: DType,
-    pub(crate) kv_dtype: DType,
+    pub(crate) kv_dtype: KvDType,
     pub(crate) window: usize,
     pub(crate) softcap: f32,
     /// Leading blocks that every row but the first has in common with row 0, content included; as
@@ -26,6 +28,11 @@ pub(crate) struct Case {
 }
 
 impl Case {
+    /// What keys and values are before they are stored.
+    fn given_dtype(&self) -> DType {
+        if self.kv_dtype == KvDType::Bf16 { DType::Bf16 } else { DType::F32 }
+    }
+
     /// Leading blocks that a row has in common with row 0.
     fn shared(&self, row: usize) -> usize {
         let cached =
@@ -43,7 +50,7 @@ impl Default for Case {
             head_dim: 64,
             block_size: 16,
             dtype: DType::F32,
-            kv_dtype: DType::F32,
+            kv_dtype: KvDType::F32,
             window: 0,
             softcap: 0.0,
             num_shared_blocks: 0,
@@ -51,16 +58,43 @@ impl Default for Case {
     }
 }
 
+/// Keys or values of a row.
+struct Tokens {
+    /// What is given to be stored; bfloat16 where it is stored as that.
+    given: Buffer,
+    /// What is in the cache.
+    stored: Vec<Vec<f64>>,
+}
+
+impl Tokens {
+    fn new(given: Buffer, layout: KvLayout) -> Self {
+        let stored = |token| {
+            let head = |head| as_stored(layout.dtype, &head_of(&given, token, head, layout));
+            (0..layout.num_kv_heads).flat_map(head).collect()
+        };
+        let stored = (0..given.rows()).map(stored).collect();
+        Self { given, stored }
+    }
+
+    /// Column `col` of token `token`: as stored, or as given.
+    fn get(&self, is_stored: bool, token: usize, col: usize) -> f64 {
+        if is_stored { self.stored[token][col] } else { f64::from(self.given.get(token, col)) }
+    }
+}
+
+/// One head of one token.
+fn head_of(tokens: &Buffer, token: usize, head: usize, layout: KvLayout) -> Vec<f32> {
+    (0..layout.head_dim).map(|dim| tokens.get(token, head * layout.head_dim + dim)).collect()
+}
+
 /// A filled pool with the arguments of a call.
 pub(crate) struct Call {
     pub(crate) case: Case,
     pub(crate) q: Buffer,
-    /// K and V of each row, rounded to the type of the cache.
-    k: Vec<Buffer>,
-    v: Vec<Buffer>,
-    wide: Vec<f32>,
-    narrow: Vec<Bf16>,
-    layout: KvLayout,
+    /// K and V of each row.
+    k: Vec<Tokens>,
+    v: Vec<Tokens>,
+    cache: Cache,
     block_tables: Vec<i32>,
     max_blocks: usize,
 }
@@ -80,6 +114,7 @@ impl Call {
             num_kv_heads: case.num_kv_heads,
             block_size: case.block_size,
             head_dim: case.head_dim,
+            dtype: case.kv_dtype,
         };
         let mut free: Vec<i32> = (0..num_blocks as i32).collect();
         for i in (1..num_blocks).rev() {
@@ -115,11 +150,11 @@ impl Call {
             let mut noise = Noise::new(seed * 1_000_000_007 + place);
             (0..to.cols()).for_each(|col| to.set(to_row, col, noise.next() * 2.0));
         };
-        let filled = |which| -> Vec<Buffer> {
+        let filled = |which| -> Vec<Tokens> {
             let one = |(row, &(_, len)): (usize, &(usize, usize))| {
-                let mut buffer = Buffer::poisoned(case.kv_dtype, len, cols, 0);
+                let mut buffer = Buffer::poisoned(case.given_dtype(), len, cols, 0);
                 (0..len).for_each(|position| fill(&mut buffer, position, row, which, position));
-                buffer
+                Tokens::new(buffer, layout)
             };
             case.rows.iter().enumerate().map(one).collect()
         };
@@ -132,53 +167,31 @@ impl Call {
                 token += 1;
             }
         }
-        let len = layout.layer_len();
-        let (wide, narrow) = match case.kv_dtype {
-            DType::F32 => (vec![f32::NAN; len], Vec::new()),
-            DType::Bf16 => (Vec::new(), vec![Bf16::from_f32(f32::NAN); len]),
-        };
-        let (k, v) = (filled(0), filled(1));
-        let mut this =
-            Self { case: case.clone(), q, k, v, wide, narrow, layout, block_tables, max_blocks };
+        let (k, v, cache) = (filled(0), filled(1), Cache::poisoned(layout));
+        let mut this = Self { case: case.clone(), q, k, v, cache, block_tables, max_blocks };
         this.write();
         this
     }
 
     /// Store K and V through the layout; what nobody owns stays NaN.
     fn write(&mut self) {
-        let layout = self.layout;
-        for row in 0..self.case.rows.len() {
-            for position in 0..self.case.rows[row].1 {
-                let (index, offset) = (position / layout.block_size, position % layout.block_size);
-                let block = self.block_tables[row * self.max_blocks + index];
-                if block == NO_BLOCK {
-                    continue;
-                }
-                for col in 0..self.k[row].cols() {
-                    let (head, dim) = (col / layout.head_dim, col % layout.head_dim);
-                    let dtype = self.case.kv_dtype;
-                    let k_at =
-                        layout.key_tile(block as usize, head) + layout.key_at(dtype, offset, dim);
-                    let v_at = layout.value_tile(block as usize, head)
-                        + layout.value_at(dtype, offset, dim);
-                    let (k, v) = (self.k[row].get(position, col), self.v[row].get(position, col));
-                    match dtype {
-                        DType::F32 => (self.wide[k_at], self.wide[v_at]) = (k, v),
-                        DType::Bf16 => {
-                            (self.narrow[k_at], self.narrow[v_at]) =
-                                (Bf16::from_f32(k), Bf16::from_f32(v));
-                        }
-                    }
+        let layout = self.cache.layout;
+        for (row, (k, v)) in self.k.iter().zip(&self.v).enumerate() {
+            for position in 0..k.given.rows() {
+                let Some(slot) = self.slot(row, position) else { continue };
+                for head in 0..layout.num_kv_heads {
+                    let [k, v] = [k, v].map(|x| head_of(&x.given, position, head, layout));
+                    self.cache.write(slot, head, &k, &v);
                 }
             }
         }
     }
 
-    fn kv(&self) -> KvView<'_> {
-        match self.case.kv_dtype {
-            DType::F32 => KvView::new(&self.wide, self.layout),
-            DType::Bf16 => KvView::new(&self.narrow, self.layout),
-        }
+    /// Where a token of a row is stored, if its block is still there.
+    fn slot(&self, row: usize, position: usize) -> Option<usize> {
+        let block_size = self.cache.layout.block_size;
+        let block = self.block_tables[row * self.max_blocks + position / block_size];
+        (block != NO_BLOCK).then(|| block as usize * block_size + position % block_size)
     }
 
     fn scale(&self) -> f32 {
@@ -213,7 +226,7 @@ impl Call {
             (0..rows.len()).map(|row| with_row_before(row) as i32).collect();
         let args = Attention {
             q: self.q.view(),
-            kv: self.kv(),
+            kv: self.cache.view(),
             block_tables: &self.block_tables,
             max_blocks: self.max_blocks,
             row_slots: &row_slots,
@@ -233,6 +246,20 @@ impl Call {
 
     /// What it should come to, in `f64`.
     pub(crate) fn reference(&self) -> Vec<Vec<f64>> {
+        self.all_heads(|call, place| call.head(place, true))
+    }
+
+    /// What it should come to if K and V were stored as they are given.
+    pub(crate) fn reference_of_given(&self) -> Vec<Vec<f64>> {
+        self.all_heads(|call, place| call.head(place, false))
+    }
+
+    /// How far the two may be from each other with int8: see [`Call::head_bound`].
+    pub(crate) fn bounds_of_int8(&self) -> Vec<Vec<f64>> {
+        self.all_heads(|call, place| vec![call.head_bound(place); call.case.head_dim])
+    }
+
+    fn all_heads(&self, one: impl Fn(&Self, &HeadPlace) -> Vec<f64>) -> Vec<Vec<f64>> {
         let mut out = Vec::new();
         for (row, &(tokens, len)) in self.case.rows.iter().enumerate() {
             for token in 0..tokens {
@@ -243,28 +270,28 @@ impl Call {
                 let high = len - tokens + token + 1;
                 let window = if self.case.window == 0 { high } else { self.case.window };
                 let keys = high.saturating_sub(window)..high;
+                let place = |head| HeadPlace { row, token: out.len(), head, keys: keys.clone() };
                 let heads = 0..self.case.num_heads;
-                let at = out.len();
-                out.push(heads.flat_map(|head| self.head(row, at, head, keys.clone())).collect());
+                let heads: Vec<f64> = heads.flat_map(|head| one(self, &place(head))).collect();
+                out.push(heads);
             }
         }
         out
     }
 
-    fn head(
-        &self,
-        row: usize,
-        token: usize,
-        head: usize,
-        keys: std::ops::Range<usize>,
-    ) -> Vec<f64> {
-        let dim = self.case.head_dim;
-        let kv_col = head / (self.case.num_heads / self.case.num_kv_heads) * dim;
+    /// First column of a head's keys and values.
+    fn kv_col(&self, head: usize) -> usize {
+        head / (self.case.num_heads / self.case.num_kv_heads) * self.case.head_dim
+    }
+
+    fn head(&self, place: &HeadPlace, is_stored: bool) -> Vec<f64> {
+        let &HeadPlace { row, token, head, ref keys } = place;
+        let (dim, kv_col) = (self.case.head_dim, self.kv_col(head));
         let softcap = f64::from(self.case.softcap);
         let logit = |key: usize| {
             let product = |i| {
-                f64::from(self.q.get(token, head * dim + i))
-                    * f64::from(self.k[row].get(key, kv_col + i))
+                let k = self.k[row].get(is_stored, key, kv_col + i);
+                f64::from(self.q.get(token, head * dim + i)) * k
             };
             let logit = (0..dim).map(product).sum::<f64>() * f64::from(self.scale());
             if softcap == 0.0 { logit } else { softcap * (logit / softcap).tanh() }
@@ -274,35 +301,42 @@ impl Call {
         let weights: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
         let sum: f64 = weights.iter().sum();
         let value = |i| {
-            let values = keys.clone().map(|key| f64::from(self.v[row].get(key, kv_col + i)));
+            let values = keys.clone().map(|key| self.v[row].get(is_stored, key, kv_col + i));
             values.zip(&weights).map(|(v, w)| v * w).sum::<f64>() / sum
         };
         (0..dim).map(value).collect()
     }
 
-    /// The cache as `rope_and_write_kv` fills it with an angle of zero, to compare with `write`.
+    /// How far int8 may move an output. A value moves by half of its scale. A logit moves by the sum of
+    /// `head_dim` errors, even in ± half of the key's scale and independent: six standard deviations
+    /// δ. Weights then change by factors within e^±2δ.
+    fn head_bound(&self, place: &HeadPlace) -> f64 {
+        let &HeadPlace { row, token, head, ref keys } = place;
+        let (dim, kv_head) = (self.case.head_dim, self.kv_col(head) / self.case.head_dim);
+        let scale = |tokens: &Tokens| {
+            let one = |key| quantized(&head_of(&tokens.given, key, kv_head, self.cache.layout)).0;
+            keys.clone().map(|key| f64::from(one(key))).fold(0.0, f64::max)
+        };
+        let (k_scale, v_scale) = (scale(&self.k[row]), scale(&self.v[row]));
+        let square = |i| f64::from(self.q.get(token, head * dim + i)).powi(2);
+        let q_norm = (0..dim).map(square).sum::<f64>().sqrt();
+        let delta = 6.0 * f64::from(self.scale()) * q_norm * k_scale / 12_f64.sqrt();
+        v_scale / 2.0 + ((2.0 * delta).exp() - 1.0) * 127.0 * v_scale
+    }
+
+    /// The cache's bits as `rope_and_write_kv` fills it with an angle of zero, to compare with `write`.
     pub(crate) fn written_by_the_kernel(&self, pool: &Pool) -> Vec<u32> {
-        let mut wide = vec![f32::NAN; self.wide.len()];
-        let mut narrow = vec![Bf16::from_f32(f32::NAN); self.narrow.len()];
+        let layout = self.cache.layout;
+        let mut cache = Cache::poisoned(layout);
         for (row, (k, v)) in self.k.iter().zip(&self.v).enumerate() {
-            let positions: Vec<i32> = (0..k.rows() as i32).collect();
-            let slot = |position: &i32| {
-                let (index, offset) = (
-                    *position as usize / self.layout.block_size,
-                    *position as usize % self.layout.block_size,
-                );
-                let block = self.block_tables[row * self.max_blocks + index];
-                if block == NO_BLOCK {
-                    -1
-                } else {
-                    block * self.layout.block_size as i32 + offset as i32
-                }
-            };
-            let slot_mapping: Vec<i32> = positions.iter().map(slot).collect();
+            let num_tokens = k.given.rows();
+            let positions: Vec<i32> = (0..num_tokens as i32).collect();
+            let slot = |position| self.slot(row, position).map_or(-1, |slot| slot as i32);
+            let slot_mapping: Vec<i32> = (0..num_tokens).map(slot).collect();
             let angles: Vec<f32> = positions.iter().flat_map(|_| [1.0, 0.0]).collect();
             let rope = Rope {
-                k: k.view(),
-                v: v.view(),
+                k: k.given.view(),
+                v: v.given.view(),
                 positions: &positions,
                 slot_mapping: &slot_mapping,
                 cos_sin: Matrix::f32(&angles, 2),
@@ -310,29 +344,23 @@ impl Call {
                 k_norm: None,
                 norm_eps: 0.0,
             };
-            let mut q = Buffer::noise(
-                self.case.kv_dtype,
-                k.rows(),
-                self.layout.head_dim,
-                0,
-                &mut Noise::new(1),
-            );
-            let mut kv = match self.case.kv_dtype {
-                DType::F32 => KvViewMut::new(&mut wide, self.layout),
-                DType::Bf16 => KvViewMut::new(&mut narrow, self.layout),
-            };
-            rope_and_write_kv(pool, &mut q.view_mut(), &mut kv, &rope).unwrap();
+            let given = self.case.given_dtype();
+            let mut q = Buffer::noise(given, num_tokens, layout.head_dim, 0, &mut Noise::new(1));
+            rope_and_write_kv(pool, &mut q.view_mut(), &mut cache.view_mut(), &rope).unwrap();
         }
-        Self::bits(&wide, &narrow)
+        cache.bits().to_vec()
     }
 
     /// The cache's bits.
-    pub(crate) fn cache_bits(&self) -> Vec<u32> {
-        Self::bits(&self.wide, &self.narrow)
+    pub(crate) fn cache_bits(&self) -> &[u32] {
+        self.cache.bits()
     }
+}
 
-    fn bits(wide: &[f32], narrow: &[Bf16]) -> Vec<u32> {
-        let narrow = narrow.iter().map(|v| u32::from(v.0));
-        wide.iter().map(|v| v.to_bits()).chain(narrow).collect()
-    }
+/// One query head of one token: its row, the token of the call, and the keys that it sees.
+struct HeadPlace {
+    row: usize,
+    token: usize,
+    head: usize,
+    keys: Range<usize>,
 }

@@ -6,8 +6,9 @@ use fastserve_cpu as cpu;
 use fastserve_cpu::{DType, KvCache, Numbers};
 use pyo3::prelude::*;
 
+use super::kv::KvArray;
 use super::weights::Weight;
-use super::{Pool, kv_layout, run, value_error};
+use super::{Pool, run, value_error};
 use crate::arrays::{Array, Words, check_overlap};
 
 /// One layer of a decoder. Vectors are copied, weights are shared.
@@ -132,7 +133,8 @@ impl Decoder {
         cos_sin: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let py = kv.py();
-        let (kv, logits) = (Array::new_mut("kv", kv)?, Array::new_mut("logits", logits)?);
+        let kv = KvArray::all_mut("kv", kv, self.head_dim)?;
+        let logits = Array::new_mut("logits", logits)?;
         let cos_sin = Array::new("cos_sin", cos_sin)?;
         check_overlap(&[Some(&kv), Some(&logits)], &[Some(&cos_sin)])?;
         let token_ids = Words::new("token_ids", token_ids)?;
@@ -176,13 +178,9 @@ impl Decoder {
             copies: copies.slice(),
             cos_sin: cos_sin.matrix()?,
         };
-        let &[num_layers, ref layer @ ..] = kv.shape() else {
-            return Err(kv.error("the shape of kv_shape()"));
-        };
-        let layout = kv_layout(&kv, layer, self.head_dim)?;
         // SAFETY: `kv` is a C-contiguous, aligned, writable array of that many layers of the layout's
         // shape, borrowed for this call, that overlaps no other argument.
-        let mut kv = unsafe { KvCache::from_raw(kv.data_mut(), kv.dtype(), num_layers, layout) };
+        let mut kv = unsafe { KvCache::from_raw(kv.data_mut(), kv.num_layers(), kv.layout()) };
         let mut logits = logits.matrix_mut()?;
         run(py, || self.decoder.forward(&pool.pool, &step, &mut kv, &mut logits))
     }

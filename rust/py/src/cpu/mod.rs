@@ -8,18 +8,20 @@
 //! where it is used, and is a `RuntimeError`).
 
 mod decoder;
+mod kv;
 mod sampling;
 mod weights;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fastserve_cpu as cpu;
-use fastserve_cpu::{Attention, Isa, KvLayout, KvView, KvViewMut, Rope};
+use fastserve_cpu::{Attention, Isa, KvView, KvViewMut, Rope};
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::arrays::{Array, Words, check_overlap};
+use crate::arrays::{Array, Memory, Words, check_overlap};
 use decoder::{Decoder, Layer};
+use kv::KvArray;
 use weights::{Packed, Weight};
 
 /// Add the submodule `cpu` to `parent`.
@@ -39,8 +41,8 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(sampling::philox4x32, &module)?)?;
     module.add_function(wrap_pyfunction!(detect_isa, &module)?)?;
     module.add_function(wrap_pyfunction!(available_isas, &module)?)?;
-    module.add_function(wrap_pyfunction!(kv_shape, &module)?)?;
-    module.add_function(wrap_pyfunction!(kv_layer_shape, &module)?)?;
+    module.add_function(wrap_pyfunction!(kv::kv_shape, &module)?)?;
+    module.add_function(wrap_pyfunction!(kv::kv_layer_shape, &module)?)?;
     parent.add_submodule(&module)?;
     let modules = parent.py().import("sys")?.getattr("modules")?;
     modules.set_item("fastserve._core.cpu", &module)
@@ -56,33 +58,6 @@ fn detect_isa() -> &'static str {
 #[pyfunction]
 fn available_isas() -> Vec<&'static str> {
     Isa::available().into_iter().map(Isa::name).collect()
-}
-
-/// Shape of the array of all layers' KV; axis 1 is the block.
-#[pyfunction]
-fn kv_shape(
-    num_layers: usize,
-    num_blocks: usize,
-    block_size: usize,
-    num_kv_heads: usize,
-    head_dim: usize,
-) -> PyResult<(usize, usize, usize, usize, usize)> {
-    let layout = KvLayout { num_blocks, num_kv_heads, block_size, head_dim };
-    layout.check().map_err(value_error)?;
-    Ok(cpu::kv_shape(num_layers, layout).into())
-}
-
-/// Shape of one layer of it; axis 0 is the block.
-#[pyfunction]
-fn kv_layer_shape(
-    num_blocks: usize,
-    block_size: usize,
-    num_kv_heads: usize,
-    head_dim: usize,
-) -> PyResult<(usize, usize, usize, usize)> {
-    let layout = KvLayout { num_blocks, num_kv_heads, block_size, head_dim };
-    layout.check().map_err(value_error)?;
-    Ok(cpu::kv_layer_shape(layout).into())
 }
 
 /// Threads that run kernels. Idle ones sleep. May be shared by threads; calls take turns.
@@ -140,7 +115,8 @@ impl Pool {
         let [x, weight] = [Array::new("x", x)?, Array::new("weight", weight)?];
         let out = Array::new_mut("out", out)?;
         let residual = residual.map(|r| Array::new_mut("residual", r)).transpose()?;
-        check_overlap(&[Some(&out), residual.as_ref()], &[Some(&x), Some(&weight)])?;
+        let carried = residual.as_ref().map(|residual| residual as &dyn Memory);
+        check_overlap(&[Some(&out), carried], &[Some(&x), Some(&weight)])?;
         let (xs, ws) = (x.matrix()?, weight.matrix()?);
         let mut out = out.matrix_mut()?;
         let mut residual = residual.as_ref().map(Array::matrix_mut).transpose()?;
@@ -211,17 +187,16 @@ impl Pool {
         let cos_sin = Array::new("cos_sin", cos_sin)?;
         let q_norm = q_norm.map(|w| Array::new("q_norm", w)).transpose()?;
         let k_norm = k_norm.map(|w| Array::new("k_norm", w)).transpose()?;
-        let kv = Array::new_mut("kv_layer", kv_layer)?;
+        let [_, _, head_dim] = q.shape3("[tokens, heads, head_dim]")?;
+        let kv = KvArray::layer("kv_layer", kv_layer, head_dim)?.writable()?;
         let read = [Some(&k), Some(&v), Some(&cos_sin), q_norm.as_ref(), k_norm.as_ref()];
         check_overlap(&[Some(&q), Some(&kv)], &read)?;
         let positions = Words::new("positions", positions)?;
         let slot_mapping = Words::new("slot_mapping", slot_mapping)?;
 
-        let [_, _, head_dim] = q.shape3("[tokens, heads, head_dim]")?;
-        let layout = kv_layout(&kv, kv.shape(), head_dim)?;
         // SAFETY: `kv` is a C-contiguous, aligned, writable array of the layout's shape, borrowed
         // for this call, that overlaps no other argument.
-        let mut view = unsafe { KvViewMut::from_raw(kv.data_mut(), kv.dtype(), layout) };
+        let mut view = unsafe { KvViewMut::from_raw(kv.data_mut(), kv.layout()) };
         let rope = Rope {
             k: k.matrix()?,
             v: v.matrix()?,
@@ -258,11 +233,11 @@ impl Pool {
         num_shared_blocks: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let py = q.py();
-        let [q, kv] = [Array::new("q", q)?, Array::new("kv_layer", kv_layer)?];
-        let out = Array::new_mut("out", out)?;
-        check_overlap(&[Some(&out)], &[Some(&q), Some(&kv)])?;
+        let (q, out) = (Array::new("q", q)?, Array::new_mut("out", out)?);
         let [_, _, head_dim] = q.shape3("[tokens, heads, head_dim]")?;
-        let layout = kv_layout(&kv, kv.shape(), head_dim)?;
+        let kv = KvArray::layer("kv_layer", kv_layer, head_dim)?;
+        check_overlap(&[Some(&out)], &[Some(&q)])?;
+        check_overlap(&[Some(&out), Some(&kv)], &[])?;
         let tables = Words::new_2d("block_tables", block_tables)?;
         let row_slots = Words::new("row_slots", row_slots)?;
         let query_indptr = Words::new("query_indptr", query_indptr)?;
@@ -273,7 +248,7 @@ impl Pool {
             q: q.matrix()?,
             // SAFETY: `kv` is a C-contiguous, aligned array of the layout's shape, borrowed for
             // this call, that does not overlap `out`.
-            kv: unsafe { KvView::from_raw(kv.data(), kv.dtype(), layout) },
+            kv: unsafe { KvView::from_raw(kv.data_mut(), kv.layout()) },
             block_tables: tables.slice(),
             max_blocks: tables.num_cols(),
             row_slots: row_slots.slice(),
@@ -287,21 +262,6 @@ impl Pool {
         let mut out = out.matrix_mut()?;
         run(py, || cpu::paged_attention(&self.pool, &args, &mut out))
     }
-}
-
-/// The layout of a `layer` of `kv`, whose last axis is `block_size * head_dim`.
-fn kv_layout(kv: &Array<'_>, layer: &[usize], head_dim: usize) -> PyResult<KvLayout> {
-    let want = format!("C-contiguous [blocks, kv heads, 2, block_size * {head_dim}]");
-    let &[num_blocks, num_kv_heads, 2, tile] = layer else {
-        return Err(kv.error(&want));
-    };
-    let fits = head_dim > 0 && tile.is_multiple_of(head_dim) && kv.is_contiguous();
-    if !fits {
-        return Err(kv.error(&want));
-    }
-    let layout = KvLayout { num_blocks, num_kv_heads, block_size: tile / head_dim, head_dim };
-    layout.check().map_err(value_error)?;
-    Ok(layout)
 }
 
 /// Run `kernel` without the GIL. A panic in it is a bug of ours, and becomes a `RuntimeError`.
