@@ -64,6 +64,10 @@ test-python: setup ## Python tests (a cover of the conditions; see test-full)
 test-full: setup test-rust ## All tests with the whole product of conditions; takes long
 	@$(PY) -m pytest -m "full or not full" $(ARGS)
 
+.PHONY: test-valgrind
+test-valgrind: tools ## CPU kernels, portable path, under valgrind; wants valgrind, some minutes
+	@sh tools/valgrind.sh $(ARGS)
+
 .PHONY: check
 check: lint types test ## What CI runs: lint, types, tests
 

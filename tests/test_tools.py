@@ -141,3 +141,14 @@ def test_everything_wrong_is_one_line_each(machine: Machine) -> None:
     for name in ("cargo", "cc", "python3"):
         (machine.bin / name).unlink()
     assert len(machine.check().stderr.splitlines()) == 3
+
+
+def test_no_valgrind(machine: Machine) -> None:
+    done = subprocess.run(
+        [str(machine.bin / "sh"), str(REPOSITORY / "tools" / "valgrind.sh")],
+        env={"PATH": str(machine.bin), "HOME": str(machine.home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert one_line(done) == "fastserve: valgrind is missing; `apt-get install valgrind`"

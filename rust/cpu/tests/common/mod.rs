@@ -3,6 +3,10 @@
 
 pub(crate) mod blocks;
 pub(crate) mod cache;
+#[cfg(unix)]
+pub(crate) mod guards;
+#[cfg(unix)]
+pub(crate) mod kernels;
 pub(crate) mod paged;
 
 use fastserve_cpu::{Bf16, DType, Isa, Matrix, MatrixMut};
@@ -176,12 +180,16 @@ pub(crate) fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Every instruction set of this machine with some numbers of threads.
+/// Every instruction set of this machine, or the one that `FASTSERVE_CPU_ISA` names.
+pub(crate) fn isas() -> Vec<Isa> {
+    let Ok(name) = std::env::var("FASTSERVE_CPU_ISA") else { return Isa::available() };
+    let isa = Isa::from_name(&name).filter(|isa| isa.is_available());
+    vec![isa.unwrap_or_else(|| panic!("FASTSERVE_CPU_ISA={name}: want {:?}", Isa::available()))]
+}
+
+/// Every instruction set with some numbers of threads.
 pub(crate) fn pools() -> Vec<fastserve_cpu::Pool> {
-    Isa::available()
-        .into_iter()
-        .flat_map(|isa| [1, 3].map(|n| fastserve_cpu::Pool::new(n, isa)))
-        .collect()
+    isas().into_iter().flat_map(|isa| [1, 3].map(|n| fastserve_cpu::Pool::new(n, isa))).collect()
 }
 
 pub(crate) const DTYPES: [DType; 2] = [DType::F32, DType::Bf16];
