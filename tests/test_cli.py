@@ -169,6 +169,11 @@ def test_help_imports_neither_torch_nor_a_server() -> None:
             "see fastserve generate --help",
         ),
         (
+            ["serve", "m", "--kv-cache-dtype", "fp8"],
+            "error: Invalid value for '--kv-cache-dtype': 'fp8' is not one of 'auto', 'float32', "
+            "'bfloat16', 'int8'; see fastserve serve --help",
+        ),
+        (
             ["generate", "m", "hi", "--max_tokens", "x"],
             "error: Invalid value for '--max-tokens': 'x': want a whole number, or none; "
             "see fastserve generate --help",
