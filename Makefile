@@ -28,7 +28,7 @@ EXTENSION := $(VENV)/.extension
 .PHONY: help
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
-		/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+		/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ##@ Use
 
@@ -96,6 +96,23 @@ mutants: tools $(INSTALLED) ## Mutation tests of kv, sched and engine; takes hou
 .PHONY: bench-core
 bench-core: setup ## Benches of the core and of the start-up, as JSON lines
 	@sh tools/bench_core.sh $(ARGS)
+
+# Peers, models and results go to target/peers: about 15 GB, made by the first run. No CI runs this.
+ENGINES ?=
+WORK ?= W1,W2,W3,W4
+RUNS ?= 3
+MODEL ?= smollm2
+PRECISION ?= bf16
+PEERS := PYTHONPATH=benches $(PY) -m peers
+
+.PHONY: bench-peers
+bench-peers: $(EXTENSION) ## Other CPU engines beside this one (ENGINES=... WORK=W1,W3 RUNS=3; ARGS=--help)
+	@$(PEERS) --engines "$(ENGINES)" --work "$(WORK)" --runs $(RUNS) --model $(MODEL) \
+		--precision $(PRECISION) $(ARGS)
+
+.PHONY: bench-peers-report
+bench-peers-report: $(BASE) ## Medians of bench-peers into docs: table, file and chart
+	@$(PEERS).report
 
 ##@ Keep in order
 
