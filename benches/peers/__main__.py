@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from peers import reference
@@ -95,6 +96,7 @@ def progress(row: Row) -> str:
 
 def main() -> None:
     """Set up, run, print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that engines are ended too.
     driver = Driver(parse(sys.argv[1:]), FOLDER)
     rows: list[Row] = []
     for row in driver.rows():

@@ -18,6 +18,7 @@ from peers.settings import PEERS
 from peers.summary import (
     COLUMNS,
     ONLINE,
+    Cell,
     Column,
     Row,
     Table,
@@ -74,7 +75,9 @@ def _section(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _grid(head: str, columns: Sequence[Column], rows: Sequence[tuple[str, list]]) -> list[str]:
+def _grid(
+    head: str, columns: Sequence[Column], rows: Sequence[tuple[str, Sequence[Cell | None]]]
+) -> list[str]:
     titles = " | ".join(f"{column.title} {column.unit}" for column in columns)
     lines = [f"| {head} | {titles} |", "|---" * (len(columns) + 1) + "|"]
     for name, cells in rows:
