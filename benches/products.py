@@ -24,7 +24,7 @@ from fastserve.models.tensors import find_format
 
 ROWS = (1, 2, 4, 8, 32, 128, 512)
 OUTPUTS, INPUTS = 12288, 2048
-FORMATS = ("F32", "BF16", "Q8_0", "Q4_1", "Q4_K", "Q6_K")
+FORMATS = ("F32", "BF16", "I8", "Q8_0", "Q4_1", "Q4_K", "Q6_K")
 BUDGET_S = 0.4
 
 
@@ -46,11 +46,11 @@ def median_s(work: Callable[[], object]) -> float:
 
 
 def random_rows(name: str, rng: np.random.Generator) -> np.ndarray:
-    """Rows in a format whose scales are finite."""
+    """Rows in a format whose scales are finite, as they are packed."""
+    if name in ("F32", "I8"):  # int8 is made from float32.
+        return rng.standard_normal(OUTPUTS * INPUTS, dtype=np.float32).view(np.uint8)
     layout = find_format(name)
     assert layout is not None
-    if name == "F32":
-        return rng.standard_normal(OUTPUTS * INPUTS, dtype=np.float32).view(np.uint8)
     num_blocks = OUTPUTS * INPUTS // layout.block_elements
     # Bytes below 64 make neither an infinite scale nor a NaN.
     return rng.integers(0, 60, num_blocks * layout.block_bytes, dtype=np.uint8)

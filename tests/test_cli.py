@@ -174,6 +174,11 @@ def test_help_imports_neither_torch_nor_a_server() -> None:
             "'bfloat16', 'int8'; see fastserve serve --help",
         ),
         (
+            ["serve", "m", "--quantization", "fp8"],
+            "error: Invalid value for '--quantization': 'fp8' is not one of 'int8'; "
+            "see fastserve serve --help",
+        ),
+        (
             ["generate", "m", "hi", "--max_tokens", "x"],
             "error: Invalid value for '--max-tokens': 'x': want a whole number, or none; "
             "see fastserve generate --help",

@@ -520,7 +520,6 @@ def test_an_unknown_option_names_the_nearest() -> None:
 def test_vllms_options_that_are_not_here_are_explained() -> None:
     for name, reason in (
         ("gpu_memory_utilization", "it runs on the CPU; num_blocks sizes the KV cache"),
-        ("quantization", "the weights stay in the file's format; choose a quantised .gguf file"),
         ("best_of", "not supported yet"),
     ):
         with pytest.raises(TypeError, match=f"LLM has no keyword '{name}': {reason}"):

@@ -9,7 +9,7 @@ flight, and any number of threads.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -37,20 +37,31 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-Model: TypeAlias = tuple[Path, dict[str, Any]]
-"""A model, and how it is run in every case."""
+class Model(NamedTuple):
+    """Where it is, and how it is loaded."""
+
+    path: Path
+    options: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["F32", "Q4_1", "int8 KV"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "F32": {},
+    "Q4_1": {"dtype": "auto"},
+    "int8": {"quantization": "int8"},
+    "int8 KV": {"kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """As a folder of float32, and as a quantised file, which stays quantised in memory."""
+    """As float32, as a quantised file that stays quantised in memory, and quantised when loaded or
+    where keys and values are kept.
+    """
     at = tmp_path_factory.mktemp("bits")
-    folder = model_factory.make("llama", at)
+    path = model_factory.make("llama", at)
     if request.param == "Q4_1":
-        path = gguf_factory.convert(folder, at / "model.gguf", request.param)
-        return path, DEFAULTS | {"dtype": "auto"}
-    kept = {"kv_cache_dtype": "int8"} if request.param == "int8 KV" else {}
-    return folder, DEFAULTS | kept
+        path = gguf_factory.convert(path, at / "model.gguf", request.param)
+    return Model(path, DEFAULTS | OPTIONS[request.param])
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -89,8 +100,7 @@ def bits(outputs: list[Any]) -> list[Any]:
 
 
 def run(model: Model, prompts: list[Any], params: list[Any], **how: Any) -> tuple[list[Any], Any]:
-    path, always = model
-    with LLM(str(path), **(always | {"num_threads": 1} | how)) as llm:
+    with LLM(model.path, **(model.options | {"num_threads": 1} | how)) as llm:
         outputs = llm.generate(prompts, params, progress=False)
         again = llm.generate(prompts[:20], params[:20], progress=False)
         assert bits(again) == bits(outputs[:20]), "the same from the cache"
@@ -101,8 +111,8 @@ def run(model: Model, prompts: list[Any], params: list[Any], **how: Any) -> tupl
 
 def test_in_any_company(model: Model) -> None:
     prompts, params = requests()
-    path, always = model
-    with LLM(str(path), **(always | {"num_threads": 1, "enable_prefix_caching": False})) as llm:
+    options = model.options | {"num_threads": 1, "enable_prefix_caching": False}
+    with LLM(model.path, **options) as llm:
         alone = [
             bits(llm.generate([prompt], [how], progress=False))[0]
             for prompt, how in zip(prompts, params, strict=True)

@@ -180,6 +180,7 @@ def test_loads_without_torch(folder):
     )
     assert printed.split() == [
         *("Q8_0", "96576768", "F32", "538060032"),
+        *("I8", "136257792"),  # A byte a number and eight a row; 61 norms.
         *("float32", "float32", "bfloat16", "uint16"),
     ]
 

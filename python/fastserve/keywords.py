@@ -23,7 +23,6 @@ _NOT_HERE: Final = {
         *("distributed_executor_backend", "device", "enforce_eager", "compilation_config"),
     ),
     "a model's own code is never run; leave it out": ("trust_remote_code",),
-    "the weights stay in the file's format; choose a quantised .gguf file": ("quantization",),
     "prompts are always computed in chunks; max_chunk_tokens limits them": (
         "enable_chunked_prefill",
     ),

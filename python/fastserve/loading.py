@@ -44,13 +44,15 @@ def load_model(
             source,
             dtype=config.dtype,
             kv_cache_dtype=config.kv_cache_dtype,
+            quantization=config.quantization,
             num_threads=config.num_threads,
             progress=advance,
         )
     logger.info(
-        "%s from %s, computed in %s, keys and values kept in %s",
+        "%s from %s, weights in %s, computed in %s, keys and values kept in %s",
         source.name,
         source.path,
+        ", ".join(runner.weights.formats()),
         runner.dtype,
         runner.kv_dtype,
     )

@@ -8,7 +8,7 @@ blocks, and logits for a plan. Before layer 0 a runner applies the plan's copies
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fastserve import costs, host
 from fastserve._core import cpu
@@ -101,6 +101,7 @@ class CpuRunner:
         *,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
+        quantization: Literal["int8"] | None = None,
         num_threads: int | None = None,
         progress: Progress | None = None,
     ) -> CpuRunner:
@@ -114,6 +115,8 @@ class CpuRunner:
                 float32.
             kv_cache_dtype: ``float32``, ``bfloat16`` or ``int8``: what keys and values are stored
                 as; ``auto`` is what is computed in.
+            quantization: ``int8``: weights become int8, whatever the file has, and are multiplied
+                by our own products. ``dtype`` then says what activations are; ``auto`` is float32.
             num_threads: Threads that compute. By default one for each core that may be used.
             progress: Called as the weights come in.
 
@@ -124,14 +127,17 @@ class CpuRunner:
         checkpoint = _checkpoint(source)
         threads = num_threads or host.cpus().num_usable
         pool = make_pool(threads)
-        computed = _auto_dtype(checkpoint, pool) if dtype == "auto" else DType(dtype)
+        if dtype != "auto":
+            computed = DType(dtype)
+        else:
+            computed = DType.FLOAT32 if quantization else _auto_dtype(checkpoint, pool)
         stored = KvDType(computed if kv_cache_dtype == "auto" else kv_cache_dtype)
         _check_heads(config, stored, source)
         weights = load_weights(
             checkpoint,
             config,
             computed,
-            packing=_packing(dtype, computed, pool),
+            packing=Packing.INT8 if quantization else _packing(dtype, computed, pool),
             num_threads=threads,
             progress=progress,
         )

@@ -5,8 +5,8 @@ Projections that read the same input are stored as one matrix, so that each is o
     qkv      [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]    queries, keys, values
     gate_up  [2 * intermediate_size, hidden_size]                          gate, up
 
-On a CPU they may be packed for our own products instead, in the number format of the file
-(:mod:`fastserve.models.packed`).
+On a CPU they may be packed for our own products instead, in the number format of the file or as
+int8 (:mod:`fastserve.models.packed`).
 
 The matrices are allocated first. Then every tensor of the checkpoint is read, a buffer at a time,
 into the rows that are its own, in the order of the file. Peak memory is the weights and a buffer a
@@ -47,6 +47,8 @@ class Packing(Enum):
     """The file's format, where the kernels know it."""
     AS_COMPUTED = "as computed"
     """The dtype that is computed in."""
+    INT8 = "int8"
+    """One int8 a number and one scale a row, whatever the file has."""
 
 
 Matrix: TypeAlias = Array | PackedMatrix
@@ -104,6 +106,16 @@ class DecoderWeights:
         """Memory that the weights take."""
         return sum(matrix.nbytes for matrix in self._matrices())
 
+    def formats(self) -> list[str]:
+        """Names of the formats that the matrices are in, each once."""
+        found: dict[str, None] = {}
+        for matrix in self._matrices():
+            if isinstance(matrix, PackedMatrix):
+                found |= dict.fromkeys(matrix.weight.formats)
+            elif matrix.ndim > 1:
+                found[DType.of(matrix).format_name] = None
+        return list(found)
+
     def close(self) -> None:
         """Everything was read: put packed matrices together."""
         for matrix in self._matrices():
@@ -154,7 +166,8 @@ def load_weights(
         progress: Called as the numbers come in.
 
     Raises:
-        ModelError: A tensor is missing, superfluous, of the wrong shape or cut short.
+        ModelError: A tensor is missing, superfluous, of the wrong shape or cut short, or has
+            numbers that cannot be quantized.
     """
     has_divisors = _ROPE_DIVISORS in checkpoint
     # Shapes first, without memory: a broken record may ask for any amount.
@@ -297,8 +310,9 @@ class _Allocation:
         return PackedMatrix([self._packed(name, num_rows, num_cols)])
 
     def _packed(self, name: str, num_rows: int, num_cols: int, num_heads: int = 0) -> PackedRows:
-        as_stored = self.packing is Packing.AS_STORED
-        rows = PackedRows((num_rows, num_cols), None if as_stored else self.dtype)
+        dtype = None if self.packing is Packing.AS_STORED else self.dtype
+        is_int8 = self.packing is Packing.INT8
+        rows = PackedRows((num_rows, num_cols), dtype, is_int8=is_int8)
         self.parts.append(_Part(name, rows, num_heads))
         return rows
 

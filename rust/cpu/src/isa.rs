@@ -1,6 +1,6 @@
 //! Instruction sets: which there are, and which this machine has.
 
-/// An instruction set that kernels are compiled for. Ordered: later is better.
+/// An instruction set that kernels are compiled for. Ordered: a later one has all of those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// Plain Rust: any machine.
@@ -9,14 +9,17 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
-    /// The same on a machine that has BF16 too. The kernels here compute in `f32` and are those of
-    /// `Avx512`; that bfloat16 pays in matrix products is for callers to know.
+    /// The same and VNNI, which products of int8 use. Everything else is as with `Avx512`.
+    Vnni,
+    /// The same on a machine that has BF16 too: every processor that has it has VNNI. The kernels here
+    /// are those of `Vnni`; that bfloat16 pays in matrix products is for callers to know.
     Avx512Bf16,
 }
 
 impl Isa {
     /// Every one, the plainest first.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 5] =
+        [Self::Portable, Self::Avx2, Self::Avx512, Self::Vnni, Self::Avx512Bf16];
 
     /// The name that [`Isa::from_name`] takes.
     pub const fn name(self) -> &'static str {
@@ -24,6 +27,7 @@ impl Isa {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Vnni => "vnni",
             Self::Avx512Bf16 => "avx512bf16",
         }
     }
@@ -51,7 +55,10 @@ impl Isa {
                         && is_x86_feature_detected!("f16c")
                 }
                 Self::Avx512 => avx512(),
-                Self::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+                Self::Vnni => avx512() && is_x86_feature_detected!("avx512vnni"),
+                Self::Avx512Bf16 => {
+                    Self::Vnni.is_available() && is_x86_feature_detected!("avx512bf16")
+                }
             }
         }
         #[cfg(not(target_arch = "x86_64"))]

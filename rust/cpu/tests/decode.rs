@@ -11,7 +11,7 @@ use fastserve_cpu::{Bf16, WeightFormat, decode};
 #[test]
 fn every_format() {
     let mut noise = Noise::new(1);
-    for format in WeightFormat::ALL {
+    for format in WeightFormat::OF_FILES {
         for num_blocks in [0, 1, 2, 7, 100] {
             let (mut bytes, mut numbers) = (Vec::new(), Vec::new());
             for _ in 0..num_blocks {

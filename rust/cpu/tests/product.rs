@@ -112,7 +112,7 @@ fn check(case: &Case, pool: &Pool, noise: &mut Noise) {
 fn every_format_and_shape() {
     let mut noise = Noise::new(1);
     let pools = pools();
-    for format in WeightFormat::ALL {
+    for format in WeightFormat::OF_FILES {
         for &len in lengths(format) {
             let all = Stored::new(format, 143, len, &mut noise);
             for columns in COLUMNS {
@@ -214,7 +214,7 @@ fn no_rows() {
 #[test]
 fn gathered_rows() {
     let mut noise = Noise::new(8);
-    for format in WeightFormat::ALL {
+    for format in WeightFormat::OF_FILES {
         for &len in lengths(format) {
             let parts = [19, 1, 33].map(|rows| Stored::new(format, rows, len, &mut noise));
             let weight = Weight::new(parts.iter().map(Stored::packed).collect()).unwrap();
@@ -297,7 +297,7 @@ fn refusals_name_the_argument() {
 #[test]
 fn close_to_exact() {
     let mut noise = Noise::new(7);
-    for format in WeightFormat::ALL {
+    for format in WeightFormat::OF_FILES {
         let part = Stored::new(format, 48, 768, &mut noise);
         let weight = Weight::new(vec![part.packed()]).unwrap();
         let x = Buffer::noise(DType::F32, 9, 768, 0, &mut noise);

@@ -12,7 +12,8 @@ use crate::error::{ArgumentError, require};
 ///
 /// # Errors
 ///
-/// `out` is not whole blocks, or `blocks` has not as many; nothing is written.
+/// `out` is not whole blocks, `blocks` has not as many, or the format is that of no file; nothing is
+/// written.
 pub fn decode<T: Element>(
     format: WeightFormat,
     blocks: &[u8],
@@ -47,6 +48,10 @@ pub fn decode<T: Element>(
         WeightFormat::Q4_1 => each(blocks, out, q4_1),
         WeightFormat::Q4K => each(blocks, out, q4_k),
         WeightFormat::Q6K => each(blocks, out, q6_k),
+        WeightFormat::I8 => {
+            let want = "a format of files, which I8 is not";
+            return Err(ArgumentError::new("format", format.name(), want));
+        }
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Rows of a weight as they are: an embedding that may be the matrix of the last product too.
 
-use super::many;
-use super::weight::Weight;
+use super::weight::{Weight, WeightFormat};
+use super::{int8, many};
 use crate::element::{Bf16, DType, Element};
 use crate::error::{ArgumentError, require};
 use crate::pool::Pool;
@@ -51,19 +51,35 @@ impl Kernel for Gather<'_> {
             row -= parts[0].num_rows();
             parts = &parts[1..];
         }
+        if parts[0].format() == WeightFormat::I8 {
+            // SAFETY: `num_cols` elements of this item's row.
+            int8::each_number(&parts[0], row, |k, number| unsafe { self.put(item, k, number) });
+            return;
+        }
         let (panel, lane) = (row / LANES, row % LANES);
         many::each_piece(s, &parts[0], panel, |start, numbers| {
             for (k, numbers) in (start..).zip(numbers) {
                 // SAFETY: one of `num_cols` elements of this item's row.
-                unsafe {
-                    match self.out.as_matrix().dtype() {
-                        DType::F32 => self.out.row::<f32>(item).add(k).write(numbers[lane]),
-                        DType::Bf16 => {
-                            self.out.row::<Bf16>(item).add(k).write(Bf16::narrow(numbers[lane]));
-                        }
-                    }
-                }
+                unsafe { self.put(item, k, numbers[lane]) };
             }
         });
+    }
+}
+
+impl Gather<'_> {
+    /// Write element `k` of a row of `out`.
+    ///
+    /// # Safety
+    ///
+    /// There is one, and no other thread has this row.
+    #[inline(always)]
+    unsafe fn put(&self, item: usize, k: usize, number: f32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.out.as_matrix().dtype() {
+                DType::F32 => self.out.row::<f32>(item).add(k).write(number),
+                DType::Bf16 => self.out.row::<Bf16>(item).add(k).write(Bf16::narrow(number)),
+            }
+        }
     }
 }

@@ -6,6 +6,9 @@
 //!   tile     a few rows of x by a few panels, sums in registers                 (tile)
 //! ```
 //!
+//! Weights of int8 are multiplied as integers and have a definition of their own ([`int8`]); the rest of
+//! this page is about the others.
+//!
 //! Few rows: a tile goes through all of K and reads the weights once, as they are stored. Many rows:
 //! a piece of K of a few panels is made `f32` first, then all rows use it ([`many`]).
 //!
@@ -21,8 +24,10 @@ mod block;
 mod decode;
 mod few;
 mod gather;
+mod int8;
 mod many;
 mod pack;
+mod quantize;
 mod stored;
 mod tile;
 mod weight;
@@ -33,9 +38,11 @@ pub use weight::{Packed, Weight, WeightFormat};
 
 use crate::element::DType;
 use crate::error::{ArgumentError, require};
+use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{FEW_ROWS, Kernel, Simd};
 use crate::view::{Matrix, MatrixMut};
+use quantize::Codes;
 
 /// Positions of K that are summed on their own: whole groups of every format.
 const PIECE: usize = 128;
@@ -59,11 +66,17 @@ pub fn linear(
     if x.num_rows() == 0 {
         return Ok(());
     }
-    if x.dtype() == DType::F32 {
-        run(pool, x, weight, bias, out);
-        return Ok(());
+    let num_int8 = weight.parts().iter().filter(|part| part.format() == WeightFormat::I8).count();
+    let product = |x: &Matrix<'_>| match num_int8 {
+        0 => run(pool, x, weight, None, bias, out),
+        _ => Codes::of(pool, x, |codes| run(pool, x, weight, Some(codes), bias, out)),
+    };
+    // Only products of int8 read bfloat16 themselves.
+    if x.dtype() == DType::F32 || num_int8 == weight.parts().len() {
+        product(x);
+    } else {
+        many::with_wide(x, product);
     }
-    many::with_wide(x, |wide| run(pool, wide, weight, bias, out));
     Ok(())
 }
 
@@ -96,9 +109,12 @@ fn check(
     Ok(())
 }
 
-/// A product in progress. `x` is `f32`.
+/// A product in progress. `x` is `f32` where a part is not int8.
 struct Product<'a> {
+    isa: Isa,
     x: &'a Matrix<'a>,
+    /// `x` again, for parts of int8.
+    codes: Option<&'a Codes>,
     weight: &'a Weight,
     bias: Option<&'a Matrix<'a>>,
     out: &'a MatrixMut<'a>,
@@ -110,16 +126,17 @@ fn run(
     pool: &Pool,
     x: &Matrix<'_>,
     weight: &Weight,
+    codes: Option<&Codes>,
     bias: Option<&Matrix<'_>>,
     out: &MatrixMut<'_>,
 ) {
     let num_strips = weight.strips().len();
     // A few items a thread, so that one that comes late or is slow costs little.
     let strips_per_item = num_strips.div_ceil(8 * pool.num_threads()).max(1);
-    let product = Product { x, weight, bias, out, strips_per_item };
+    let product = Product { isa: pool.isa(), x, codes, weight, bias, out, strips_per_item };
     let work = x.num_rows() * weight.num_rows() * weight.num_cols();
-    // About 16 multiply-adds a nanosecond, and no weight faster than memory brings it.
-    let work_ns = (work / 16).max(weight.num_bytes() / 16);
+    // About 16 multiply-adds a nanosecond, or 32 of int8, and no weight faster than memory brings it.
+    let work_ns = (work / if codes.is_some() { 32 } else { 16 }).max(weight.num_bytes() / 16);
     pool.run(&product, num_strips.div_ceil(strips_per_item), work_ns);
 }
 
@@ -129,7 +146,10 @@ impl Kernel for Product<'_> {
         let strips = self.weight.strips().len();
         let first = item * self.strips_per_item;
         for strip in first..strips.min(first + self.strips_per_item) {
-            if self.x.num_rows() <= FEW_ROWS {
+            let part = self.weight.strips()[strip].part;
+            if self.weight.parts()[part].format() == WeightFormat::I8 {
+                int8::strip(self, strip);
+            } else if self.x.num_rows() <= FEW_ROWS {
                 few::strip(s, self, strip);
             } else {
                 s.call(&many::Strip(self), strip);

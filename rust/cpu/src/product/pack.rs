@@ -12,9 +12,11 @@
 //! Q4_K        scale f16[16] min f16[16]     8 × ( scale u8[16] min u8[16] pair u8[16][16] )
 //! Q6_K        scale f16[16]                 16 × ( scale i8[16] low pair u8[8][16] high four u8[4][16] )
 //! ```
+//!
+//! I8 is as products of int8 want it, see `simd::int8`.
 
-use super::block;
 use super::weight::WeightFormat;
+use super::{block, quantize};
 use crate::simd::LANES;
 
 /// Where a row goes.
@@ -48,6 +50,7 @@ pub(super) fn row(format: WeightFormat, rows: Rows<'_>, bytes: &[u8]) {
         }),
         WeightFormat::Q4K => each(format, rows, bytes, q4_k),
         WeightFormat::Q6K => each(format, rows, bytes, q6_k),
+        WeightFormat::I8 => quantize::pack(rows, bytes),
     }
 }
 

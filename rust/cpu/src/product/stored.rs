@@ -241,5 +241,6 @@ pub(super) fn for_format<S: Simd>(s: S, format: WeightFormat, what: &impl ForFor
         WeightFormat::Q4_1 => what.run::<S, Q4Min>(s),
         WeightFormat::Q4K => what.run::<S, Q4K>(s),
         WeightFormat::Q6K => what.run::<S, Q6K>(s),
+        WeightFormat::I8 => unreachable!("its products are of integers"),
     }
 }

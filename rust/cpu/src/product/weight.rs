@@ -3,9 +3,10 @@
 use std::fmt;
 
 use super::pack::{self, Rows};
+use super::quantize;
 use super::stored::FOUR;
 use crate::error::{ArgumentError, require};
-use crate::simd::LANES;
+use crate::simd::{LANES, MAX_COLS};
 
 /// Panels that one strip of work has at most: as many as a tile for one row.
 pub(super) const PANELS_PER_STRIP: usize = 4;
@@ -13,7 +14,8 @@ pub(super) const PANELS_PER_STRIP: usize = 4;
 /// Bytes that panels are aligned to.
 const LINE: usize = 64;
 
-/// Number format of a weight's rows. The block formats are those of GGUF files.
+/// Number format of a weight's rows: that of a file, or int8, which rows of `f32` become when they are
+/// packed. The block formats are those of GGUF files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightFormat {
     /// IEEE binary32.
@@ -32,11 +34,13 @@ pub enum WeightFormat {
     Q4K,
     /// 16 times 16 numbers of six bits with a scale each, which have a scale of their own.
     Q6K,
+    /// One int8 a number and one `f32` scale a row. Rows are given as `F32`.
+    I8,
 }
 
 impl WeightFormat {
-    /// Every one.
-    pub const ALL: [Self; 8] = [
+    /// Those that files have.
+    pub const OF_FILES: [Self; 8] = [
         Self::F32,
         Self::F16,
         Self::Bf16,
@@ -47,7 +51,7 @@ impl WeightFormat {
         Self::Q6K,
     ];
 
-    /// The name that GGUF has for it.
+    /// The name that GGUF has for it, where it has it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "F32",
@@ -58,27 +62,28 @@ impl WeightFormat {
             Self::Q4_1 => "Q4_1",
             Self::Q4K => "Q4_K",
             Self::Q6K => "Q6_K",
+            Self::I8 => "I8",
         }
     }
 
     /// The format called `name`, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|format| format.name() == name)
+        Self::OF_FILES.into_iter().chain([Self::I8]).find(|format| format.name() == name)
     }
 
-    /// Numbers of a block in a file.
+    /// Numbers of a block as it is given.
     pub const fn block_elements(self) -> usize {
         match self {
-            Self::F32 | Self::F16 | Self::Bf16 => 1,
+            Self::F32 | Self::F16 | Self::Bf16 | Self::I8 => 1,
             Self::Q8_0 | Self::Q4_0 | Self::Q4_1 => 32,
             Self::Q4K | Self::Q6K => 256,
         }
     }
 
-    /// Bytes of a block in a file.
+    /// Bytes of a block as it is given.
     pub const fn block_bytes(self) -> usize {
         match self {
-            Self::F32 => 4,
+            Self::F32 | Self::I8 => 4,
             Self::F16 | Self::Bf16 => 2,
             Self::Q8_0 => 34,
             Self::Q4_0 => 18,
@@ -93,9 +98,26 @@ impl WeightFormat {
         match self {
             Self::F32 | Self::F16 => 4 * LANES,
             Self::Bf16 => 2 * LANES,
+            Self::I8 => LANES,
             // Two bytes a row more than the file's, since the 6-bit scales are whole bytes here.
             Self::Q4K => (144 + 4) * LANES,
             _ => self.block_bytes() * LANES,
+        }
+    }
+
+    /// Bytes of a panel behind its last block.
+    const fn panel_tail_bytes(self) -> usize {
+        match self {
+            Self::I8 => quantize::TAIL_BYTES,
+            _ => 0,
+        }
+    }
+
+    /// Most numbers of a row, and why.
+    const fn max_cols(self) -> (usize, &'static str) {
+        match self {
+            Self::I8 => (MAX_COLS, "131072, so that sums of I8 fit 32 bits"),
+            _ => (1 << 24, "2^24"),
         }
     }
 }
@@ -119,18 +141,20 @@ impl Packed {
     ///
     /// # Errors
     ///
-    /// No rows, `num_cols` is 0, over 2^24 or not whole blocks of the format, or there is no memory.
+    /// No rows, `num_cols` is 0, over 2^24 (for I8 over 2^17) or not whole blocks of the format, or there
+    /// is no memory.
     pub fn new(
         format: WeightFormat,
         num_rows: usize,
         num_cols: usize,
     ) -> Result<Self, ArgumentError> {
         let block = format.block_elements();
+        let (max_cols, most) = format.max_cols();
         require(
-            num_cols > 0 && num_cols <= 1 << 24 && num_cols.is_multiple_of(block),
+            num_cols > 0 && num_cols <= max_cols && num_cols.is_multiple_of(block),
             "num_cols",
             || num_cols.to_string(),
-            || format!("a multiple of {block}, which {} has to a block, to 2^24", format.name()),
+            || format!("a multiple of {block}, which {} has to a block, to {most}", format.name()),
         )?;
         require(
             (1..=1 << 32).contains(&num_rows),
@@ -140,7 +164,8 @@ impl Packed {
         )?;
         // Formats without blocks are read four positions at a time.
         let padded = num_cols.next_multiple_of(FOUR);
-        let stride = (padded / block * format.panel_block_bytes()).next_multiple_of(LINE);
+        let num_bytes = padded / block * format.panel_block_bytes() + format.panel_tail_bytes();
+        let stride = num_bytes.next_multiple_of(LINE);
         let num_lines = num_rows.div_ceil(LANES).saturating_mul(stride / LINE);
         let mut memory = Vec::new();
         memory.try_reserve_exact(num_lines).map_err(|_| {
@@ -151,11 +176,13 @@ impl Packed {
         Ok(Self { format, num_rows, num_cols, stride, memory })
     }
 
-    /// Store rows `first_row..` from their bytes in the format of a file, row after row.
+    /// Store rows `first_row..` from their bytes in the format of a file (`f32` for I8, which quantizes
+    /// them), row after row.
     ///
     /// # Errors
     ///
-    /// `rows` is not a whole number of rows, or they reach past the last one.
+    /// `rows` is not a whole number of rows, they reach past the last one, or they are to become I8 and
+    /// are not finite. Nothing is stored.
     pub fn fill(&mut self, first_row: usize, rows: &[u8]) -> Result<(), ArgumentError> {
         let row_bytes = self.row_bytes();
         let count = rows.len() / row_bytes;
@@ -167,6 +194,9 @@ impl Packed {
             || format!("{} bytes from row {first_row} on", rows.len()),
             || format!("rows of {row_bytes} bytes, to row {} at most", self.num_rows),
         )?;
+        if self.format == WeightFormat::I8 {
+            quantize::check_finite(rows)?;
+        }
         let (format, stride) = (self.format, self.stride);
         for (row, bytes) in (first_row..).zip(rows.chunks_exact(row_bytes)) {
             let panel = &mut self.bytes_mut()[row / LANES * stride..][..stride];
@@ -190,7 +220,7 @@ impl Packed {
         self.num_cols
     }
 
-    /// Bytes of a row in a file.
+    /// Bytes of a row as [`fill`](Self::fill) takes it.
     pub fn row_bytes(&self) -> usize {
         self.num_cols / self.format.block_elements() * self.format.block_bytes()
     }

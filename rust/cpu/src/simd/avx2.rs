@@ -15,7 +15,7 @@ pub(crate) struct Avx2(());
 
 /// Sixteen lanes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Two(__m256, __m256);
+pub(crate) struct Two(pub(super) __m256, pub(super) __m256);
 
 /// Sum of eight lanes, halves first.
 ///

@@ -29,7 +29,7 @@ pub(crate) unsafe fn run<K: Kernel>(isa: Isa, kernel: &K, item: usize) {
         Isa::Avx2 => unsafe { run_avx2(kernel, item) },
         // SAFETY: the caller's promise.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Bf16 => unsafe { run_avx512(kernel, item) },
+        Isa::Avx512 | Isa::Vnni | Isa::Avx512Bf16 => unsafe { run_avx512(kernel, item) },
         _ => kernel.run(Portable, item),
     }
 }

@@ -15,10 +15,12 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod dispatch;
+mod int8;
 mod lanes;
 mod portable;
 
 pub(crate) use dispatch::{Kernel, run};
+pub(crate) use int8::{FOUR, FOUR_BYTES, Form, Int8, Int8Grid, Int8Kernel, MAX_COLS, run_int8};
 pub(crate) use lanes::Lanes;
 
 use crate::element::Bf16;

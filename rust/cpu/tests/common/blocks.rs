@@ -22,6 +22,7 @@ pub(crate) fn random_block(format: WeightFormat, noise: &mut Noise) -> Vec<u8> {
             half(2, &mut block);
         }
         WeightFormat::Q6K => half(208, &mut block),
+        WeightFormat::I8 => unreachable!("no file has it"),
     }
     block
 }
@@ -82,5 +83,6 @@ pub(crate) fn meaning(format: WeightFormat, block: &[u8]) -> Vec<f32> {
                 (low + 16.0 * f32::from(high) - 32.0) * scale
             })
             .collect(),
+        WeightFormat::I8 => unreachable!("no file has it"),
     }
 }

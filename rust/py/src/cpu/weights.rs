@@ -11,16 +11,16 @@ use pyo3::prelude::*;
 use super::{run, value_error};
 use crate::arrays::Array;
 
-/// Names of the formats that weights are multiplied in as they are stored.
+/// Names of the formats that files have and weights are multiplied in.
 #[pyfunction]
 pub(crate) fn weight_formats() -> Vec<&'static str> {
-    WeightFormat::ALL.into_iter().map(WeightFormat::name).collect()
+    WeightFormat::OF_FILES.into_iter().map(WeightFormat::name).collect()
 }
 
 fn known_format(name: &str) -> PyResult<WeightFormat> {
     WeightFormat::from_name(name).ok_or_else(|| {
         let names = weight_formats().join(", ");
-        PyValueError::new_err(format!("format: got {name:?}, want one of {names}"))
+        PyValueError::new_err(format!("format: got {name:?}, want one of {names}, or I8"))
     })
 }
 
@@ -85,7 +85,8 @@ impl Packed {
         Ok(Self { packed: Mutex::new(Some(packed)) })
     }
 
-    /// Store rows from `first_row` on: their bytes as in a file, one row after the other.
+    /// Store rows from `first_row` on: their bytes as in a file, one row after the other. For I8 those of
+    /// float32, which are quantized.
     #[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
     fn fill(
         &self,

@@ -1,0 +1,214 @@
+//! From `f32` to int8, symmetric and by rows: weights when they are packed, `x` in every product.
+//!
+//! ```text
+//! scale   largest magnitude of the row / 127
+//! number  the row's element / scale, rounded to the nearest integer, ties to even, -127 to 127
+//! ```
+//!
+//! Each operation is one of `f32`, rounded. Where the scale is 0 (a row of zeros, or of numbers below
+//! 127 times half the smallest subnormal) the numbers are too.
+
+use std::cell::UnsafeCell;
+
+use super::pack::Rows;
+use crate::element::{Bf16, DType};
+use crate::error::{ArgumentError, require};
+use crate::pool::Pool;
+use crate::simd::{FOUR, FOUR_BYTES, Form, Kernel, LANES, Lanes, Simd};
+use crate::view::Matrix;
+
+/// The largest number.
+const LARGEST: f32 = 127.0;
+
+/// A sum with it has integers for its last bits: a float of 2^23 to 2^24 has no fraction.
+const INTEGER: f32 = 12_582_912.0;
+
+/// Bytes of a panel behind its numbers: scales and starts.
+pub(super) const TAIL_BYTES: usize = 2 * 4 * LANES;
+
+/// What a row's elements are divided by.
+#[inline(always)]
+fn divisor(scale: f32) -> f32 {
+    if scale > 0.0 { scale } else { f32::INFINITY }
+}
+
+fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
+    bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes))
+}
+
+/// Refuse numbers that have no scale.
+pub(super) fn check_finite(rows: &[u8]) -> Result<(), ArgumentError> {
+    let strange = floats(rows).find(|number| !number.is_finite());
+    require(
+        strange.is_none(),
+        "rows",
+        || format!("{}", strange.unwrap_or_default()),
+        || "finite numbers, for int8".to_owned(),
+    )
+}
+
+/// Store one row of a weight, `bytes` of finite `f32`.
+pub(super) fn pack(Rows { panel, lane }: Rows<'_>, bytes: &[u8]) {
+    let scale = floats(bytes).fold(0.0, |most: f32, number| most.max(number.abs())) / LARGEST;
+    let divisor = divisor(scale);
+    let mut sum = 0;
+    let (numbers, tail) = panel.split_at_mut(bytes.len().div_ceil(4 * FOUR) * FOUR_BYTES);
+    let places = numbers.chunks_exact_mut(FOUR_BYTES);
+    for (place, four) in places.zip(bytes.chunks(4 * FOUR)) {
+        let mut codes = [0; FOUR];
+        for (code, number) in codes.iter_mut().zip(floats(four)) {
+            let near = (number / divisor).clamp(-LARGEST, LARGEST) + INTEGER;
+            let near = near.to_bits() as i8;
+            sum += i32::from(near);
+            *code = near.cast_unsigned();
+        }
+        place[lane * FOUR..][..FOUR].copy_from_slice(&codes);
+    }
+    let start = -128 * sum;
+    tail[lane * 4..][..4].copy_from_slice(&scale.to_ne_bytes());
+    tail[4 * (LANES + lane)..][..4].copy_from_slice(&start.to_ne_bytes());
+}
+
+/// Rows of `x` in the form that an instruction set takes, and their scales.
+#[derive(Clone, Copy)]
+pub(super) struct Codes {
+    form: Form,
+    /// Numbers from the start of a row to the next: whole vectors.
+    stride: usize,
+    numbers: *mut u64,
+    scales: *mut f32,
+}
+
+// SAFETY: while they are written each row is one thread's alone, and then they are only read.
+unsafe impl Sync for Codes {}
+
+#[derive(Default)]
+struct Scratch {
+    numbers: Vec<u64>,
+    scales: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: UnsafeCell<Scratch> = UnsafeCell::default();
+}
+
+impl Codes {
+    /// Lend `body` the rows of `x`, quantized once for all that it computes.
+    ///
+    /// A row with NaN or infinity has a scale of NaN, so that all its results are NaN.
+    pub(super) fn of(pool: &Pool, x: &Matrix<'_>, body: impl FnOnce(&Self)) {
+        let (num_rows, num_cols) = (x.num_rows(), x.num_cols());
+        let (form, stride) = (Form::of(pool.isa()), num_cols.next_multiple_of(LANES));
+        // SAFETY: this thread's own, and `body` (a product) does not come here again.
+        let scratch = unsafe { &mut *SCRATCH.with(UnsafeCell::get) };
+        let num_words = num_rows * stride * form.size() / size_of::<u64>();
+        if scratch.numbers.len() < num_words {
+            scratch.numbers.resize(num_words, 0);
+        }
+        if scratch.scales.len() < num_rows {
+            scratch.scales.resize(num_rows, 0.0);
+        }
+        let numbers = scratch.numbers.as_mut_ptr();
+        let codes = Self { form, stride, numbers, scales: scratch.scales.as_mut_ptr() };
+        // About four numbers a nanosecond.
+        pool.run(&Quantize { x, codes }, num_rows, num_rows * num_cols / 4);
+        body(&codes);
+    }
+
+    /// Bytes from the start of a row to the next.
+    pub(super) fn row_bytes(&self) -> usize {
+        self.stride * self.form.size()
+    }
+
+    /// The numbers of a row.
+    #[inline(always)]
+    pub(super) fn row(&self, row: usize) -> *const u64 {
+        self.at(row, 0)
+    }
+
+    /// The numbers of a row from `at` on, a multiple of 16.
+    #[inline(always)]
+    fn at(&self, row: usize, at: usize) -> *mut u64 {
+        self.numbers.wrapping_add((row * self.stride + at) * self.form.size() / size_of::<u64>())
+    }
+
+    /// The scale of a row.
+    ///
+    /// # Safety
+    ///
+    /// There is such a row.
+    #[inline(always)]
+    pub(super) unsafe fn scale(&self, row: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.scales.add(row).read() }
+    }
+
+    /// Store sixteen numbers of a row from `at` on: the last bits of `near`.
+    ///
+    /// # Safety
+    ///
+    /// There is such a row, this thread's alone, and `at` is a multiple of 16 inside it.
+    #[inline(always)]
+    unsafe fn put(&self, row: usize, at: usize, near: [f32; LANES]) {
+        let to = self.at(row, at);
+        // SAFETY: the caller's promise: a row is whole vectors.
+        unsafe {
+            match self.form {
+                Form::Wide => {
+                    to.cast::<[i16; LANES]>().write(near.map(|near| near.to_bits() as i16));
+                }
+                Form::Biased => {
+                    to.cast::<[u8; LANES]>().write(near.map(|near| near.to_bits() as u8 ^ 128));
+                }
+            }
+        }
+    }
+}
+
+/// A row an item.
+struct Quantize<'a> {
+    x: &'a Matrix<'a>,
+    codes: Codes,
+}
+
+impl Kernel for Quantize<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, row: usize) {
+        match self.x.dtype() {
+            DType::F32 => self.quantize::<S, f32>(s, row),
+            DType::Bf16 => self.quantize::<S, Bf16>(s, row),
+        }
+    }
+}
+
+impl Quantize<'_> {
+    #[inline(always)]
+    fn quantize<S: Simd, T: Lanes>(&self, s: S, row: usize) {
+        let (x, len) = (self.x.row::<T>(row), self.x.num_cols());
+        let zero = s.splat(0.0);
+        let (mut largest, mut strange) = (zero, zero);
+        for at in (0..len).step_by(LANES) {
+            // SAFETY: a row of `len` elements.
+            let value = unsafe { T::load_first(s, x.add(at), len - at) };
+            largest = s.max(s.max(value, s.sub(zero, value)), largest);
+            // Zero times a number is zero, and times NaN or infinity NaN.
+            strange = s.fma(value, zero, strange);
+        }
+        let is_finite = !s.sum(strange).is_nan();
+        let scale = if is_finite { s.max_lane(largest) / LARGEST } else { f32::NAN };
+        let divisor = s.splat(divisor(scale));
+        let (low, high) = (s.splat(-LARGEST), s.splat(LARGEST));
+        for at in (0..len).step_by(LANES) {
+            // SAFETY: a row of `len` elements, and as many numbers, which are this item's.
+            unsafe {
+                let value = s.div(T::load_first(s, x.add(at), len - at), divisor);
+                let near = s.add(s.min(s.max(value, low), high), s.splat(INTEGER));
+                let mut lanes = [0.0; LANES];
+                s.store(lanes.as_mut_ptr(), near);
+                self.codes.put(row, at, lanes);
+            }
+        }
+        // SAFETY: one scale a row.
+        unsafe { self.codes.scales.add(row).write(scale) };
+    }
+}
