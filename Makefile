@@ -97,6 +97,10 @@ mutants: tools $(INSTALLED) ## Mutation tests of kv, sched and engine; takes hou
 bench-core: setup ## Benches of the core and of the start-up, as JSON lines
 	@sh tools/bench_core.sh $(ARGS)
 
+.PHONY: bench-accuracy
+bench-accuracy: setup ## What number formats cost in accuracy, as JSON lines; takes minutes
+	@$(PY) benches/accuracy.py $(ARGS)
+
 # Peers, models and results go to target/peers: about 15 GB, made by the first run. No CI runs this.
 ENGINES ?=
 WORK ?= W1,W2,W3,W4
