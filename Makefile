@@ -28,12 +28,12 @@ EXTENSION := $(VENV)/.extension
 .PHONY: help
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
-		/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+		/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ##@ Use
 
 .PHONY: demo
-demo: $(EXTENSION) ## Set up what it takes, then watch a real model answer in the terminal
+demo: $(EXTENSION) ## Set up what it takes; a real model answers in the terminal
 	@echo "> $(PROMPT)"
 	@$(VENV)/bin/fastserve generate smollm2 "$(PROMPT)" --max-tokens 96
 	@echo "Next: source $(VENV)/bin/activate, then fastserve chat smollm2"
@@ -65,8 +65,12 @@ test-full: setup test-rust ## All tests with the whole product of conditions; ta
 	@$(PY) -m pytest -m "full or not full" $(ARGS)
 
 .PHONY: test-valgrind
-test-valgrind: tools ## CPU kernels, portable path, under valgrind; wants valgrind, some minutes
+test-valgrind: tools ## CPU kernels, portable path, under valgrind; some minutes
 	@sh tools/valgrind.sh $(ARGS)
+
+.PHONY: test-avx512
+test-avx512: tools ## CPU kernels with AVX-512 and VNNI, in an emulator; takes long
+	@$(PY) tools/emulate.py $(ARGS)
 
 .PHONY: check
 check: lint types test ## What CI runs: lint, types, tests
@@ -82,7 +86,7 @@ lint: $(INSTALLED) ## Formatting and lints of Rust and Python
 		cargo clippy --quiet --package fastserve-sim --all-targets --features faults -- -D warnings
 
 .PHONY: types
-types: setup ## mypy --strict, and the extension's stubs against the extension
+types: setup ## mypy --strict, and the stubs against the extension
 	@$(STEP) "Types of Python" $(VENV)/bin/mypy
 	@$(STEP) "Stubs of the extension" \
 		$(VENV)/bin/stubtest fastserve._core --mypy-config-file pyproject.toml
@@ -98,7 +102,7 @@ bench-core: setup ## Benches of the core and of the start-up, as JSON lines
 	@sh tools/bench_core.sh $(ARGS)
 
 .PHONY: bench-accuracy
-bench-accuracy: setup ## What number formats cost in accuracy, as JSON lines; takes minutes
+bench-accuracy: setup ## What number formats cost in accuracy; takes minutes
 	@$(PY) benches/accuracy.py $(ARGS)
 
 # Peers, models and results go to target/peers: about 15 GB, made by the first run. No CI runs this.
@@ -110,12 +114,12 @@ PRECISION ?= bf16
 PEERS := PYTHONPATH=benches $(PY) -m peers
 
 .PHONY: bench-peers
-bench-peers: $(EXTENSION) ## Other CPU engines beside this one (ENGINES=... WORK=W1,W3 RUNS=3; ARGS=--help)
+bench-peers: $(EXTENSION) ## Other CPU engines beside this one; see ARGS=--help
 	@$(PEERS) --engines "$(ENGINES)" --work "$(WORK)" --runs $(RUNS) --model $(MODEL) \
 		--precision $(PRECISION) $(ARGS)
 
-.PHONY: bench-peers-report
-bench-peers-report: $(BASE) ## Medians of bench-peers into docs: table, file and chart
+.PHONY: peers-report
+peers-report: $(BASE) ## Medians of bench-peers into docs: table, file and chart
 	@$(PEERS).report
 
 ##@ Keep in order

@@ -20,6 +20,7 @@ import gguf_factory
 import model_factory
 from fastserve import LLM, ConfigError, ModelError, SamplingParams
 from fastserve.models.checkpoint import TensorReader
+from fastserve.models.memory import KvDType
 from fastserve.models.packed import PackedMatrix, PackedRows
 from fastserve.models.resolve import resolve
 from fastserve.models.tensors import DType, TensorInfo, find_format
@@ -127,7 +128,7 @@ def test_dtype_says_what_the_rest_is(models: Path, monkeypatch: pytest.MonkeyPat
     exact, narrow = load(folder), load(folder, "bfloat16")
     assert load(folder).dtype is DType.FLOAT32
     assert (exact.dtype, narrow.dtype) == (DType.FLOAT32, DType.BFLOAT16)
-    assert narrow.kv_dtype is DType.BFLOAT16
+    assert narrow.kv_dtype is KvDType.BFLOAT16
     assert narrow.weights.is_packed
     assert narrow.weights.formats() == ["I8"]
     tokens = [list(range(5, 40))]

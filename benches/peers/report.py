@@ -1,6 +1,6 @@
 """From rows to documents: a file of medians, the table in docs/peers.md, and the chart.
 
-    make bench-peers-report
+    make peers-report
 
 takes the whole workloads (no trials) of the newest commit in results.jsonl, writes their medians to
 docs/peers.json, and from that file alone the table between the marks in docs/peers.md. A test holds

@@ -18,7 +18,7 @@ def main() -> None:
     # Without dequantize the weights stay packed and cannot be saved.
     model = AutoModelForCausalLM.from_pretrained(
         **place, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    ).eval()
+    ).eval()  # type: ignore[no-untyped-call]
     model.config.__dict__.pop("quantization_config", None)
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.inference_mode():

@@ -70,7 +70,7 @@ def main() -> None:
     kind, config = SHAPES[name]
     with torch.device("meta"):
         model = kind(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model = model.to(torch.bfloat16).to_empty(device="cpu")  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, weight in model.named_parameters():

@@ -1,0 +1,219 @@
+"""Run tests of the CPU kernels on a processor that this machine does not have.
+
+    make test-avx512                           the kernels' quick tests; a quarter of an hour
+    make test-avx512 ARGS="--tests product"    some of them
+    make test-avx512 ARGS="--cpu corei7_skylake_x"
+
+Bochs emulates an x86 processor with AVX-512 and VNNI, instruction by instruction. It starts a Linux
+kernel whose only program runs the test binaries, one after the other, and prints what they print.
+That is some hundred times slower than a processor: the tests are those that take a second on one.
+The kernel is the newest of ``/boot``, or else Debian's cloud kernel, which apt-get fetches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FOLDER = REPOSITORY / "target" / "emulator"
+PROGRAMS = ("bochs", "busybox", "cpio", "gzip", "ldd", "strip", "xorriso")
+BOOT_FILES = (
+    Path("/usr/lib/ISOLINUX/isolinux.bin"),
+    Path("/usr/lib/syslinux/modules/bios/ldlinux.c32"),
+    Path("/usr/share/bochs/BIOS-bochs-latest"),
+    Path("/usr/share/vgabios/vgabios.bin"),
+)
+REMEDY = (
+    "`apt-get install bochs bochs-term bochsbios vgabios busybox-static cpio xorriso isolinux "
+    "syslinux-common binutils`"
+)
+QUICK = ("lib", "quantized", "decode", "decoder", "sampling", "elementwise", "product")
+DONE = "every test was run"
+
+INIT = f"""#!/bin/busybox sh
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t tmpfs tmpfs /tmp
+for test in /tests/*; do
+    echo "running $test"
+    "$test" --test-threads=1
+    echo "exit status $? of $test"
+done
+echo "{DONE}"
+/bin/busybox poweroff -f
+"""
+
+ISOLINUX = """SERIAL 0 115200
+DEFAULT tests
+PROMPT 0
+TIMEOUT 1
+LABEL tests
+  KERNEL /vmlinuz
+  APPEND initrd=/initrd.gz console=ttyS0 quiet rdinit=/init nokaslr panic=1 mitigations=off
+"""
+
+BOCHSRC = """display_library: rfb, options="timeout=0"
+romimage: file=/usr/share/bochs/BIOS-bochs-latest
+vgaromimage: file=/usr/share/vgabios/vgabios.bin
+cpu: model={cpu}, count=1, ips=100000000, reset_on_triple_fault=1, ignore_bad_msrs=1
+megs: 1024
+ata0-master: type=cdrom, path={image}, status=inserted
+boot: cdrom
+clock: sync=none
+sound: waveoutdrv=dummy
+com1: enabled=1, mode=file, dev={serial}
+log: {log}
+panic: action=fatal
+error: action=ignore
+"""
+
+
+def main() -> int:
+    """Build, boot, watch. Returns the process's exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--tests", nargs="+", default=QUICK, help="`lib`, or files of rust/cpu/tests"
+    )
+    parser.add_argument("--cpu", default="tigerlake", help="a processor of `bochs --help cpu`")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for all of it")
+    arguments = parser.parse_args()
+    if wanting := missing():
+        print(f"fastserve: {', '.join(wanting)} missing; {REMEDY}", file=sys.stderr)
+        return 1
+    shutil.rmtree(FOLDER / "root", ignore_errors=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    image = make_image(binaries(arguments.tests), kernel())
+    lines = []
+    for line in boot(image, arguments.cpu, arguments.timeout):
+        print(line, flush=True)
+        lines.append(line)
+    return verdict(lines, len(arguments.tests))
+
+
+def missing() -> list[str]:
+    """What is not installed."""
+    programs = [name for name in PROGRAMS if shutil.which(name) is None]
+    return programs + [str(path) for path in BOOT_FILES if not path.exists()]
+
+
+def binaries(names: list[str]) -> dict[str, Path]:
+    """Build the tests. Returns their binaries by name."""
+    command = ["cargo", "test", "--quiet", "--package", "fastserve-cpu", "--no-run"]
+    for name in names:
+        command += ["--lib"] if name == "lib" else ["--test", name]
+    command += ["--message-format", "json"]
+    built = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Path] = {}
+    for line in built.stdout.splitlines():
+        message = json.loads(line)
+        if message.get("executable") and message["profile"]["test"]:
+            is_lib = "lib" in message["target"]["kind"]
+            found["lib" if is_lib else message["target"]["name"]] = Path(message["executable"])
+    return {name: found[name] for name in names}
+
+
+def kernel() -> Path:
+    """A kernel that boots from an initial file system alone."""
+    for folder in (Path("/boot"), FOLDER / "kernel" / "boot"):
+        if kernels := sorted(folder.glob("vmlinuz-*"), key=lambda path: path.stat().st_mtime):
+            return kernels[-1]
+    found = subprocess.run(
+        ["apt-cache", "depends", "linux-image-cloud-amd64"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    name = re.search(r"Depends: (linux-image-\S+)", found.stdout)
+    if name is None:
+        sys.exit("fastserve: no kernel in /boot, and apt knows no linux-image-cloud-amd64")
+    print(f"fetching {name[1]}", flush=True)
+    subprocess.run(["apt-get", "--quiet", "download", name[1]], cwd=FOLDER, check=True)
+    (package,) = FOLDER.glob(f"{name[1]}_*.deb")
+    subprocess.run(["dpkg-deb", "--extract", package, FOLDER / "kernel"], check=True)
+    return kernel()
+
+
+def make_image(tests: dict[str, Path], kernel: Path) -> Path:
+    """A disc with the kernel, and a file system in memory with the tests and what they load."""
+    root, disc = FOLDER / "root", FOLDER / "root" / "disc"
+    files = root / "files"
+    for folder in ("bin", "proc", "tmp", "dev", "tests"):
+        (files / folder).mkdir(parents=True)
+    (disc / "isolinux").mkdir(parents=True)
+    shutil.copy(shutil.which("busybox") or "", files / "bin" / "busybox")
+    for name, binary in tests.items():
+        subprocess.run(["strip", "-o", files / "tests" / name, binary], check=True)
+        for library in libraries(binary):
+            place = files / library.relative_to("/")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, place)
+    (files / "init").write_text(INIT)
+    (files / "init").chmod(0o755)
+    pack = f"find . | cpio --quiet -o -H newc | gzip -1 > {disc}/initrd.gz"
+    subprocess.run(["sh", "-c", pack], cwd=files, check=True)
+    shutil.copy(kernel, disc / "vmlinuz")
+    for path in BOOT_FILES[:2]:
+        shutil.copy(path, disc / "isolinux")
+    (disc / "isolinux" / "isolinux.cfg").write_text(ISOLINUX)
+    image = FOLDER / "tests.iso"
+    command = ["xorriso", "-as", "mkisofs", "-quiet", "-o", str(image), "-b"]
+    command += ["isolinux/isolinux.bin", "-c", "isolinux/boot.cat", "-no-emul-boot"]
+    command += ["-boot-load-size", "4", "-boot-info-table", str(disc)]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return image
+
+
+def libraries(binary: Path) -> list[Path]:
+    """What the loader loads for a program, itself included."""
+    listed = subprocess.run(["ldd", binary], check=True, stdout=subprocess.PIPE, text=True)
+    return [Path(path) for path in re.findall(r"(/\S+) \(0x", listed.stdout)]
+
+
+def boot(image: Path, cpu: str, timeout_s: float) -> Iterator[str]:
+    """Run the emulator, line by line of what its serial port says, until all tests were run."""
+    serial, config = FOLDER / "serial.txt", FOLDER / "bochsrc"
+    serial.write_text("")
+    log = FOLDER / "bochs.log"
+    config.write_text(BOCHSRC.format(cpu=cpu, image=image, serial=serial, log=log))
+    command = ["bochs", "-q", "-f", str(config), "-rc", os.devnull]
+    deadline = time.monotonic() + timeout_s
+    with (FOLDER / "console.txt").open("w") as console, serial.open(errors="replace") as port:
+        emulator = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT
+        )
+        try:
+            text = ""
+            while True:
+                ended = emulator.poll() is not None or time.monotonic() > deadline
+                text += port.read()
+                *lines, text = text.split("\n")
+                yield from (line.rstrip("\r") for line in lines)
+                if ended or any(DONE in line for line in lines):
+                    return
+                time.sleep(0.5)
+        finally:
+            emulator.kill()
+            emulator.wait()
+
+
+def verdict(lines: list[str], num_tests: int) -> int:
+    """Say what came of it. Returns the process's exit status."""
+    statuses = [int(found[1]) for line in lines if (found := re.match(r"exit status (\d+)", line))]
+    if len(statuses) < num_tests:
+        print(f"{len(statuses)} of {num_tests} tests ended; see {FOLDER.relative_to(REPOSITORY)}")
+        return 1
+    failed = sum(status != 0 for status in statuses)
+    print(f"{num_tests} test binaries, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
