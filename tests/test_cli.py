@@ -98,6 +98,12 @@ def test_help_shows_defaults() -> None:
     assert "--[no-]enable-prefix-caching" in page
     assert "(default: on)" in page
     assert "--port N Port; 0 takes any free one. (default: 8000)" in page
+    target = r"--target-itl-ms .*? \(default: (\S+)\) --block-size"
+    pace = {
+        command: re.findall(target, " ".join(invoke(command, "--help")[1].split()))
+        for command in ("serve", "generate", "chat")
+    }
+    assert pace == {"serve": ["60.0"], "generate": [], "chat": []}, "one reader waits for nobody"
 
 
 def test_help_imports_neither_torch_nor_a_server() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
     from fastserve.outputs import RequestOutput
 
-__all__ = ["NOT_ENGINE_HERE", "NOT_SAMPLING_HERE", "generate"]
+__all__ = ["ENGINE_DEFAULTS", "NOT_ENGINE_HERE", "NOT_SAMPLING_HERE", "generate"]
 
 NOT_SAMPLING_HERE = ("n", "logprobs", "prompt_logprobs", "spaces_between_special_tokens")
 """Sampling parameters whose results the terminal does not show."""
@@ -30,8 +30,17 @@ NOT_SAMPLING_HERE = ("n", "logprobs", "prompt_logprobs", "spaces_between_special
 NOT_ENGINE_HERE = ("seed", "skip_tokenizer_init")
 """Engine options that the sampling parameters have already, or that leave no text to show."""
 
+ENGINE_DEFAULTS = {"target_itl_ms": None}
+"""One reader, whose text comes after its own prompt: nobody is kept waiting by another's."""
 
-@takes("engine", EngineConfig, panel="Engine", leave_out=NOT_ENGINE_HERE)
+
+@takes(
+    "engine",
+    EngineConfig,
+    panel="Engine",
+    defaults=ENGINE_DEFAULTS,
+    leave_out=NOT_ENGINE_HERE,
+)
 @takes(
     "sampling",
     SamplingParams,
