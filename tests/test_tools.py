@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,3 +154,36 @@ def test_no_valgrind(machine: Machine) -> None:
         check=False,
     )
     assert one_line(done) == "fastserve: valgrind is missing; `apt-get install valgrind`"
+
+
+def emulator() -> Any:
+    spec = importlib.util.spec_from_file_location("emulate", REPOSITORY / "tools" / "emulate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "said"),
+    [
+        (["exit status 0 of a", "noise", "exit status 0 of b"], 0, "2 test binaries, 0 failed"),
+        (["exit status 0 of a", "exit status 101 of b"], 1, "2 test binaries, 1 failed"),
+        (["exit status 0 of a", "Kernel panic"], 1, "1 of 2 tests ended; see target/emulator"),
+        ([], 1, "0 of 2 tests ended; see target/emulator"),
+    ],
+)
+def test_the_emulators_verdict(lines, status, said, capsys):
+    assert emulator().verdict(lines, 2) == status
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_what_the_emulator_lacks_is_named(monkeypatch, capsys):
+    tool = emulator()
+    monkeypatch.setattr(tool.shutil, "which", lambda name: None if name == "bochs" else name)
+    monkeypatch.setattr(tool, "BOOT_FILES", (Path("/nowhere/isolinux.bin"),))
+    monkeypatch.setattr("sys.argv", ["emulate"])
+    assert tool.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fastserve: bochs, /nowhere/isolinux.bin missing; `apt-get install")
