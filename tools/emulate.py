@@ -8,8 +8,8 @@
 Bochs emulates an x86 processor with AVX-512 and VNNI, instruction by instruction. It starts a Linux
 kernel whose only program runs the test binaries, one after the other, and prints what they print.
 That is some hundred times slower than a processor: the tests are those that take a second on one.
-The kernel is the newest of ``/boot``, or else Debian's cloud kernel, which apt-get fetches. Bochs
-3.0 with Linux 6.12 (both are Debian 13's) is known to work; with Linux 6.1 it stands still.
+The kernel is the newest of ``/boot``, or else Debian's cloud kernel, which apt-get fetches. Linux
+6.12 (Debian 13's) is known to work; Linux 6.1 (Debian 12's) stands still.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ for test in /tests/*; do
     echo "exit status $? of $test"
 done
 echo "{DONE}"
+/bin/busybox sleep 10
 /bin/busybox poweroff -f
 """
 
