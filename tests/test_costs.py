@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +165,13 @@ def test_a_model_on_this_machine(folder):
     assert measured.context_ns >= 0
     with pytest.raises(RuntimeError, match="allocate_kv comes before"):
         runner.forward(None, np.zeros(1, np.int32))  # type: ignore[arg-type]
+
+
+def test_a_model_without_room_for_a_step_is_not_measured(folder):
+    runner = CpuRunner.load(resolve(folder), num_threads=1)
+    for max_positions, is_measured in [(1, False), (2, True)]:
+        runner.config = dataclasses.replace(runner.config, max_positions=max_positions)
+        assert (runner.step_costs() is not None) == is_measured
 
 
 def test_streams_are_looked_after_and_batches_are_not(folder):

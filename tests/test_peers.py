@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from peers import load, report, settings, worker, workloads
 from peers.__main__ import parse
-from peers.engines import Engine
+from peers.engines import OnlineEngine
 from peers.measures import measure, percentile
 from peers.protocol import (
     Done,
@@ -121,7 +121,7 @@ def test_what_is_no_event_is_named(line: str, says: str) -> None:
         decode_event(line)
 
 
-class Counting(Engine):
+class Counting(OnlineEngine):
     """Answers at once, `missing` tokens short."""
 
     version = "counting 1"
@@ -325,6 +325,17 @@ def test_a_slow_peer_is_marked_and_our_own_engine_is_not() -> None:
     slow = speed_cell([row(tokens_per_s=200.0)])
     assert (slow.mark, slow.expected) == ("invalid", pytest.approx(421.0))
     assert speed_cell([row(engine="fastserve", tokens_per_s=1.0)]).mark == ""
+
+
+def test_memory_is_what_a_process_took_to_its_end() -> None:
+    rows = [
+        row(workload=workload, round=number, peak_bytes=peak, disturbed=workload == "W4")
+        for number, peaks in enumerate([(1e9, 4e9), (2e9, 6e9), (1e9, 5e9)])
+        for workload, peak in zip(("W3", "W4"), peaks, strict=True)
+    ]
+    (table,) = tabulate(rows)
+    cell = table.cells["vllm"]["all.peak_bytes"]
+    assert (cell.value, cell.num_runs) == (5e9, 3)
 
 
 def all_columns() -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from peers.environments import Environments, run_logged
 from peers.settings import PEERS
 from peers.summary import (
-    COLUMNS,
     ONLINE,
     Cell,
     Column,
@@ -26,6 +25,7 @@ from peers.summary import (
     rates_line,
     shown,
     tabulate,
+    used_columns,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def _section(table: Table) -> str:
         f"{about['num_rounds']}; {rates_line(table)}.",
         "",
     ]
-    used = [c for c in COLUMNS if any(c.key in row for row in table.cells.values())]
+    used = used_columns(table)
     rows = [(engine, [row.get(c.key) for c in used]) for engine, row in table.cells.items()]
     lines += _grid("engine", used, [(name, cells) for name, cells in rows])
     for rate in table.w5_rates:

@@ -58,6 +58,7 @@ COLUMNS = (
     Column("W3", "TTFT ms", "W3", "ttft_p50_s", 1e3),
     Column("W4", "gap ms", "W4", "gap_worst_s", 1e3),
     Column("W4", "TTFT s", "W4", "long_ttft_s", digits=2),
+    # Of a process, which has a row for each of its workloads; its memory only ever grows.
     Column("start", "s", "", "first_token_s", digits=1),
     Column("peak", "GB", "", "peak_bytes", 1e-9, 2),
 )
@@ -158,9 +159,10 @@ def _cell(column: Column, rows: Iterable[Row]) -> Cell | None:
     ]
     if not runs:
         return None
-    # Start and memory are of a process, which has a row for each of its workloads.
     clean = [row for row in runs if not row["disturbed"]]
     used = clean or runs
+    if not column.workload:
+        used = _largest_of_each_round(runs, column.measure)
     value = statistics.median(row[column.measure] for row in used)
     incomplete = any(row["num_tokens"] != row["num_wanted_tokens"] for row in used)
     mark, expected = "" if clean else "disturbed", None
@@ -178,6 +180,14 @@ def _cell(column: Column, rows: Iterable[Row]) -> Cell | None:
         # W5 counts what is missing in its goodput.
         mark = "incomplete" if incomplete and column.workload != "W5" else mark
     return Cell(value, len(used), mark, expected)
+
+
+def _largest_of_each_round(rows: Sequence[Row], measure: str) -> list[Row]:
+    """A row a round: the one whose number is largest."""
+    largest: dict[int, Row] = {}
+    for row in sorted(rows, key=lambda row: row[measure]):
+        largest[row["round"]] = row
+    return list(largest.values())
 
 
 def _median(values: Iterable[float]) -> float:

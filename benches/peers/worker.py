@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TextIO
 
-from peers.engines import Engine, Options
+from peers.engines import BatchEngine, Engine, OnlineEngine, Options
 from peers.protocol import Done, Failed, Ready, Run, Track, decode_command, encode
 from peers.workloads import Request
 
@@ -83,9 +83,10 @@ def run(engine: Engine, command: Run) -> Done:
     engine.recorder = recorder
     last_s = max((request.at_s for request in command.requests), default=0.0)
     deadline_s = start_s + last_s + command.timeout_s
-    if engine.batches:
+    if isinstance(engine, BatchEngine):
         engine.submit_batch(command.requests)
     else:
+        assert isinstance(engine, OnlineEngine)
         for request in sorted(command.requests, key=lambda request: request.at_s):
             time.sleep(max(0.0, start_s + request.at_s - time.monotonic()))
             engine.submit(request)

@@ -19,7 +19,7 @@ from fastserve.extras import missing
 from fastserve.kernels.pool import make_pool, multiplies_bfloat16
 from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.config import DecoderConfig
-from fastserve.models.memory import KvCache, KvDType, Logits, empty_kv, kv_num_bytes
+from fastserve.models.memory import KvArray, KvCache, KvDType, Logits, empty_kv
 from fastserve.models.native import NativeDecoder
 from fastserve.models.resolve import ModelSource
 from fastserve.models.rope import rope_table
@@ -155,10 +155,7 @@ class CpuRunner:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory that one block takes, over all layers."""
-        config = self.config
-        return kv_num_bytes(
-            config.num_layers, 1, block_size, config.num_kv_heads, config.head_dim, self.kv_dtype
-        )
+        return self._empty_kv(1, block_size).nbytes
 
     def allocate_kv(self, num_blocks: int, block_size: int, block_tables: Words) -> None:
         """Make the cache. The memory is taken only where it is used.
@@ -169,14 +166,7 @@ class CpuRunner:
         config = self.config
         num_positions = block_tables.shape[1] * block_size
         try:
-            kv = empty_kv(
-                config.num_layers,
-                num_blocks,
-                block_size,
-                config.num_kv_heads,
-                config.head_dim,
-                self.kv_dtype,
-            )
+            kv = self._empty_kv(num_blocks, block_size)
         except MemoryError:
             num_gib = num_blocks * self.kv_bytes_per_block(block_size) / 2**30
             raise MemoryError(
@@ -191,12 +181,17 @@ class CpuRunner:
             ),
         )
 
+    def _empty_kv(self, num_blocks: int, block_size: int) -> KvArray:
+        config = self.config
+        heads, head_dim = config.num_kv_heads, config.head_dim
+        return empty_kv(config.num_layers, num_blocks, block_size, heads, head_dim, self.kv_dtype)
+
     def step_costs(self) -> StepCosts | None:
         """What a step takes: some of one layer are run, which takes a fraction of a step."""
+        if self.config.max_positions < MIN_POSITIONS:
+            return None
         config = replace(self.config, num_layers=1, windows=self.config.windows[:1])
         weights = replace(self.weights, layers=self.weights.layers[:1])
-        if config.max_positions < MIN_POSITIONS:
-            return None
         layer = CpuRunner(config, weights, self.pool, self.kv_dtype)
         return costs.measure(
             layer,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any, Protocol, TypeAlias
 
@@ -26,39 +27,45 @@ class Reports(Protocol):
     def failed(self, name: str, message: str) -> None: ...
 
 
-class Engine:
+class Engine(ABC):
     """An engine in this process, or one that this process started.
 
     Attributes:
         version: Name and version, and whatever else a reader must know of how it runs.
-        batches: Whether it takes whole batches only.
         recorder: Of the run that goes on.
     """
 
     version: str = ""
-    batches: bool = False
     recorder: Reports
 
     def __init__(self, options: Options) -> None:
         self.options = options
 
+    @abstractmethod
     def start(self) -> None:
         """Load the model. Returns when requests may come."""
-        raise NotImplementedError
 
+    def stop(self) -> None:  # noqa: B027
+        """Give back what the end of the process would not: by default nothing."""
+
+
+class OnlineEngine(Engine):
+    """An engine that takes requests one by one, as they come."""
+
+    @abstractmethod
     def submit(self, request: Request) -> None:
         """Begin to answer. Never waits for the answer."""
-        raise NotImplementedError
 
+
+class BatchEngine(Engine):
+    """An engine that takes whole batches."""
+
+    @abstractmethod
     def submit_batch(self, requests: list[Request]) -> None:
-        """Answer them all; for engines that take batches only."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Give back what the end of the process would not."""
+        """Answer them all."""
 
 
-class StreamingEngine(Engine):
+class StreamingEngine(OnlineEngine):
     """An engine whose callers are coroutines, all in one event loop on a thread of its own."""
 
     def __init__(self, options: Options) -> None:
@@ -67,9 +74,9 @@ class StreamingEngine(Engine):
         self._tasks: set[Any] = set()  # The loop itself holds tasks only weakly.
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
+    @abstractmethod
     def stream(self, request: Request) -> AsyncIterator[int]:
         """Numbers of new tokens, as they come."""
-        raise NotImplementedError
 
     def submit(self, request: Request) -> None:
         task = asyncio.run_coroutine_threadsafe(self._answer(request), self.loop)

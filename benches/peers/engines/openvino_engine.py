@@ -10,7 +10,7 @@ import numpy as np
 import openvino
 import openvino_genai as genai
 
-from peers.engines import Engine, Reports
+from peers.engines import OnlineEngine, Reports
 from peers.workloads import Request
 
 
@@ -22,7 +22,7 @@ class _Live:
     num_tokens: int = 0
 
 
-class OpenVino(Engine):
+class OpenVino(OnlineEngine):
     def start(self) -> None:
         scheduler = genai.SchedulerConfig()
         for name, value in self.options["scheduler"].items():

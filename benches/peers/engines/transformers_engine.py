@@ -8,15 +8,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from peers.engines import Engine, Reports
+from peers.engines import BatchEngine, Reports
 from peers.workloads import Request
 
 PADDING_TOKEN = 2
 
 
-class Transformers(Engine):
-    batches = True
-
+class Transformers(BatchEngine):
     def start(self) -> None:
         torch.set_num_threads(self.options["threads"])
         dtype = self.options["dtype"]

@@ -17,11 +17,10 @@ import typer
 
 from fastserve.cli.console import CommandFailed, one_line_errors, print_error, print_note
 from fastserve.cli.flags import takes
-from fastserve.cli.generate import ENGINE_DEFAULTS, NOT_ENGINE_HERE, NOT_SAMPLING_HERE
+from fastserve.cli.generate import NOT_SAMPLING_HERE, takes_engine
 from fastserve.cli.options import LogLevelOption, ModelArgument, set_log_level
 from fastserve.cli.session import check_needs, loaded, prompt_of, stream, summary, tokenizer_of
 from fastserve.cli.typewriter import Typewriter
-from fastserve.config import EngineConfig
 from fastserve.errors import FastserveError, ModelError
 from fastserve.sampling_params import SamplingParams
 
@@ -38,13 +37,7 @@ HELP = """\
 Ctrl-C stops an answer; at the prompt it leaves."""
 
 
-@takes(
-    "engine",
-    EngineConfig,
-    panel="Engine",
-    defaults=ENGINE_DEFAULTS,
-    leave_out=NOT_ENGINE_HERE,
-)
+@takes_engine
 @takes(
     "sampling",
     SamplingParams,

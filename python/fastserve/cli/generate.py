@@ -22,25 +22,24 @@ if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
     from fastserve.outputs import RequestOutput
 
-__all__ = ["ENGINE_DEFAULTS", "NOT_ENGINE_HERE", "NOT_SAMPLING_HERE", "generate"]
+__all__ = ["NOT_SAMPLING_HERE", "generate", "takes_engine"]
 
 NOT_SAMPLING_HERE = ("n", "logprobs", "prompt_logprobs", "spaces_between_special_tokens")
 """Sampling parameters whose results the terminal does not show."""
 
-NOT_ENGINE_HERE = ("seed", "skip_tokenizer_init")
-"""Engine options that the sampling parameters have already, or that leave no text to show."""
-
-ENGINE_DEFAULTS = {"target_itl_ms": None}
-"""One reader, whose text comes after its own prompt: nobody is kept waiting by another's."""
-
-
-@takes(
+takes_engine = takes(
     "engine",
     EngineConfig,
     panel="Engine",
-    defaults=ENGINE_DEFAULTS,
-    leave_out=NOT_ENGINE_HERE,
+    # One reader, whose text comes after its own prompt: nobody is kept waiting by another's.
+    defaults={"target_itl_ms": None},
+    # The sampling parameters have the one already, and without the other there is no text to show.
+    leave_out=("seed", "skip_tokenizer_init"),
 )
+"""Engine options of a command that answers in the terminal."""
+
+
+@takes_engine
 @takes(
     "sampling",
     SamplingParams,

@@ -5,7 +5,6 @@ The layout of a KV block is described in ``rust/cpu/src/layout.rs``; here a bloc
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from fastserve._core import cpu
 from fastserve.arena import Words
 
-__all__ = ["KvArray", "KvCache", "KvDType", "Logits", "LogitsBuffer", "empty_kv", "kv_num_bytes"]
+__all__ = ["KvArray", "KvCache", "KvDType", "Logits", "LogitsBuffer", "empty_kv"]
 
 Logits: TypeAlias = NDArray[np.float32]
 """``[num_outputs, vocab_size]``, valid until the next step."""
@@ -75,23 +74,6 @@ def empty_kv(
     """
     shape = cpu.kv_shape(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
     return np.empty(shape, dtype.numpy)
-
-
-def kv_num_bytes(
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: KvDType,
-) -> int:
-    """Memory that :func:`empty_kv` of the same takes, scales included.
-
-    Raises:
-        ValueError: Blocks or heads of a size that the kernels do not know.
-    """
-    shape = cpu.kv_shape(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
-    return math.prod(shape) * dtype.numpy.itemsize
 
 
 class LogitsBuffer:
