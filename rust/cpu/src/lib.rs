@@ -34,6 +34,7 @@ pub mod rope;
 pub mod sampling;
 mod simd;
 mod store;
+mod symmetric;
 pub mod view;
 
 pub use attention::{Attention, paged_attention};

@@ -19,19 +19,14 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, Ordering};
 
 use crate::element::{Bf16, KvElement};
 use crate::layout::{KvLayout, MAX_HEAD_DIM};
-use crate::simd::{LANES, Lanes, Simd};
+use crate::simd::{LANES, Simd};
+use crate::symmetric::{INTEGER, LARGEST, magnitude, nearest};
 
 /// One head, with room for a whole vector at its end.
 pub(crate) type Head = [f32; MAX_HEAD_DIM + LANES];
 
 /// Where `(offset, dim)` lies in a tile.
 pub(crate) type Place = fn(&KvLayout, usize, usize) -> usize;
-
-/// Largest of the numbers that stand for a head.
-const LARGEST: f32 = 127.0;
-
-/// Adding it rounds a small number to an integer: 1.5 · 2^23, whose last place is 1.
-const ROUND: f32 = 12_582_912.0;
 
 /// What keys and values are stored as.
 pub(crate) trait Stored: KvElement {
@@ -115,24 +110,16 @@ pub(crate) unsafe fn store<S: Simd, C: Stored>(
 /// Replace the first `dim` numbers by the integers that stand for them; returns their scale.
 #[inline(always)]
 fn quantize<S: Simd>(s: S, head: &mut Head, dim: usize) -> f32 {
-    let zero = s.splat(0.0);
-    let (mut largest, mut not_finite) = (zero, zero);
     let head = head.as_mut_ptr();
-    for at in (0..dim).step_by(LANES) {
-        // SAFETY: a head has `dim` numbers.
-        let x = unsafe { f32::load_first(s, head.add(at), dim - at) };
-        largest = s.max(largest, s.max(x, s.sub(zero, x)));
-        // NaN for NaN, which a maximum may pass over, and for infinity.
-        not_finite = s.add(not_finite, s.mul(x, zero));
-    }
-    let largest = s.max_lane(largest) + s.sum(not_finite);
+    // SAFETY: a head has `dim` numbers.
+    let largest = unsafe { magnitude(s, head.cast_const(), dim) };
     let scale = if largest < LARGEST * f32::MIN_POSITIVE { 0.0 } else { largest / LARGEST };
     let divisor = s.splat(if scale == 0.0 { 1.0 } else { scale });
     for at in (0..dim).step_by(LANES) {
         // SAFETY: a head has `dim` numbers, and room for a whole vector at its end.
         unsafe {
-            let x = s.div(s.load(head.add(at)), divisor);
-            s.store(head.add(at), s.sub(s.add(x, s.splat(ROUND)), s.splat(ROUND)));
+            let near = nearest(s, s.load(head.add(at)), divisor);
+            s.store(head.add(at), s.sub(near, s.splat(INTEGER)));
         }
     }
     scale

@@ -15,13 +15,8 @@ use crate::element::{Bf16, DType};
 use crate::error::{ArgumentError, require};
 use crate::pool::Pool;
 use crate::simd::{FOUR, FOUR_BYTES, Form, Kernel, LANES, Lanes, Simd};
+use crate::symmetric::{INTEGER, LARGEST, magnitude, nearest};
 use crate::view::Matrix;
-
-/// The largest number.
-const LARGEST: f32 = 127.0;
-
-/// A sum with it has integers for its last bits: a float of 2^23 to 2^24 has no fraction.
-const INTEGER: f32 = 12_582_912.0;
 
 /// Bytes of a panel behind its numbers: scales and starts.
 pub(super) const TAIL_BYTES: usize = 2 * 4 * LANES;
@@ -185,24 +180,13 @@ impl Quantize<'_> {
     #[inline(always)]
     fn quantize<S: Simd, T: Lanes>(&self, s: S, row: usize) {
         let (x, len) = (self.x.row::<T>(row), self.x.num_cols());
-        let zero = s.splat(0.0);
-        let (mut largest, mut strange) = (zero, zero);
-        for at in (0..len).step_by(LANES) {
-            // SAFETY: a row of `len` elements.
-            let value = unsafe { T::load_first(s, x.add(at), len - at) };
-            largest = s.max(s.max(value, s.sub(zero, value)), largest);
-            // Zero times a number is zero, and times NaN or infinity NaN.
-            strange = s.fma(value, zero, strange);
-        }
-        let is_finite = !s.sum(strange).is_nan();
-        let scale = if is_finite { s.max_lane(largest) / LARGEST } else { f32::NAN };
+        // SAFETY: a row of `len` elements.
+        let scale = unsafe { magnitude(s, x, len) } / LARGEST;
         let divisor = s.splat(divisor(scale));
-        let (low, high) = (s.splat(-LARGEST), s.splat(LARGEST));
         for at in (0..len).step_by(LANES) {
             // SAFETY: a row of `len` elements, and as many numbers, which are this item's.
             unsafe {
-                let value = s.div(T::load_first(s, x.add(at), len - at), divisor);
-                let near = s.add(s.min(s.max(value, low), high), s.splat(INTEGER));
+                let near = nearest(s, T::load_first(s, x.add(at), len - at), divisor);
                 let mut lanes = [0.0; LANES];
                 s.store(lanes.as_mut_ptr(), near);
                 self.codes.put(row, at, lanes);
