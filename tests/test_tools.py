@@ -179,6 +179,20 @@ def test_the_emulators_verdict(lines, status, said, capsys):
     assert capsys.readouterr().out.strip() == said
 
 
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("vmlinuz-6.1.0-57-cloud-amd64", True),
+        ("vmlinuz-5.15.0", True),
+        ("vmlinuz-6.12.117+deb13-cloud-amd64", False),
+        ("vmlinuz-7.2.13", False),
+        ("bzImage", False),
+    ],
+)
+def test_kernels_that_stand_still_are_refused(name, want):
+    assert emulator().is_too_old(name) == want
+
+
 def test_what_the_emulator_lacks_is_named(monkeypatch, capsys):
     tool = emulator()
     monkeypatch.setattr(tool.shutil, "which", lambda name: None if name == "bochs" else name)
