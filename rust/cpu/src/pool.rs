@@ -5,19 +5,23 @@
 //! it may have lost its core to someone else) costs nothing; the caller waits only for threads that
 //! have begun. Which thread computes an item never shows in the result.
 //!
-//! Threads of torch and of others share the cores. So a worker that finds nothing to do looks for a
-//! few microseconds, enough to catch the next kernel of the same layer, and then sleeps in the
-//! kernel until it is woken. Jobs too small to be worth waking anyone run on the caller alone.
+//! Posting, joining and leaving a job are single operations on one word, so a job costs less than a
+//! microsecond while the workers look out for it. They look out for a few microseconds after a job,
+//! because threads of others share the cores, and for longer inside a [`session`](Pool::session): a
+//! decoder's step is hundreds of jobs with little between them. Then they sleep until they are woken.
+//! Jobs too small to be worth sharing run on the caller alone.
 //!
 //! # Invariants
 //!
-//! 1. `State::job` is `Some` only while [`Pool::run`] is in progress, which keeps what it points to
-//!    alive; a worker takes it under the lock and counts itself in `num_active` there.
-//! 2. `Pool::run` returns, or unwinds, only when `job` is `None` and `num_active` is zero.
+//! 1. The word is open only while [`Pool::run`] is in progress, which keeps what `job` points to alive.
+//! 2. A worker counts itself in the word as it finds it open, in one operation, and reads `job` only
+//!    between that and its leaving. So `job` is written only while the word is closed and counts nobody.
+//! 3. `Pool::run` returns, or unwinds, only when the word is closed and counts nobody.
 
 use std::any::Any;
+use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -30,12 +34,18 @@ pub const MAX_NUM_THREADS: usize = 1024;
 /// Times a worker looks for a job before it sleeps: 1 to 5 µs, by what a machine's pause takes.
 const NUM_SPINS: usize = 100;
 
+/// The same inside a session: 50 to 250 µs, more than its caller computes alone.
+const NUM_SESSION_SPINS: usize = 5_000;
+
 /// Times the caller looks whether the workers have left before it sleeps: 20 to 100 µs. They have
 /// begun their last items, and being woken takes about as long.
 const NUM_LAST_SPINS: usize = 2_000;
 
 /// Work, in nanoseconds of one core, below which waking a thread costs more than it brings.
 const SMALL_WORK_NS: usize = 15_000;
+
+/// The same where nobody sleeps: below it, half of the work is not worth moving to another core.
+const SMALL_AWAKE_WORK_NS: usize = 3_000;
 
 /// Threads that run kernels.
 ///
@@ -50,26 +60,33 @@ pub struct Pool {
 }
 
 struct Shared {
-    state: Mutex<State>,
-    /// Copy of `State::generation` to look at without the lock.
-    generation: AtomicU64,
-    /// Copy of `State::num_active` to look at without the lock.
-    num_active: AtomicUsize,
+    word: AtomicU64,
+    /// Of the open word.
+    job: UnsafeCell<Option<Job>>,
+    num_sessions: AtomicUsize,
+    /// Workers that wait on `posted`, or are about to.
+    num_asleep: AtomicUsize,
+    caller_waits: AtomicBool,
+    is_closed: AtomicBool,
+    /// The first panic of a worker in the job in progress.
+    panic: Mutex<Option<Panic>>,
+    sleep: Mutex<()>,
     posted: Condvar,
     left: Condvar,
 }
 
-#[derive(Default)]
-struct State {
-    job: Option<Job>,
-    generation: u64,
-    num_active: usize,
-    /// Workers that wait on `posted`.
-    num_asleep: usize,
-    /// Whether the caller waits on `left`.
-    caller_waits: bool,
-    is_closed: bool,
-    panic: Option<Panic>,
+// SAFETY: `job` is the only part that is not `Sync` by itself; invariant 2 says who may use it when.
+unsafe impl Sync for Shared {}
+
+// SAFETY: a job is `Sync`, so any thread may be the one that drops the reference to it.
+unsafe impl Send for Shared {}
+
+/// The word: number of the job in the upper half, whether it is open, and how many workers are in it.
+const OPEN: u64 = 1 << 31;
+const COUNT: u64 = OPEN - 1;
+
+fn number(word: u64) -> u64 {
+    word >> 32
 }
 
 /// What a panic carries.
@@ -77,6 +94,15 @@ type Panic = Box<dyn Any + Send>;
 
 /// The closure of the call of [`Pool::run`] in progress, its lifetime erased.
 type Job = &'static (dyn Fn() + Sync);
+
+/// While it lives, workers look out for jobs longer before they sleep.
+pub(crate) struct Session<'a>(&'a Shared);
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        self.0.num_sessions.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 impl Pool {
     /// A pool of `num_threads`, the caller's own included, that computes with `isa`.
@@ -87,9 +113,14 @@ impl Pool {
         assert!((1..=MAX_NUM_THREADS).contains(&num_threads), "{num_threads} threads");
         assert!(isa.is_available(), "this machine has no {}", isa.name());
         let shared = Arc::new(Shared {
-            state: Mutex::default(),
-            generation: AtomicU64::new(0),
-            num_active: AtomicUsize::new(0),
+            word: AtomicU64::new(0),
+            job: UnsafeCell::new(None),
+            num_sessions: AtomicUsize::new(0),
+            num_asleep: AtomicUsize::new(0),
+            caller_waits: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
+            panic: Mutex::default(),
+            sleep: Mutex::default(),
             posted: Condvar::new(),
             left: Condvar::new(),
         });
@@ -114,9 +145,18 @@ impl Pool {
         self.isa
     }
 
+    /// Many jobs will follow each other closely until the session is dropped.
+    pub(crate) fn session(&self) -> Session<'_> {
+        self.shared.num_sessions.fetch_add(1, Ordering::Relaxed);
+        Session(&self.shared)
+    }
+
     /// Whether work of about `work_ns` nanoseconds of one core would be shared out.
     pub(crate) fn shares(&self, work_ns: usize) -> bool {
-        !self.workers.is_empty() && work_ns >= SMALL_WORK_NS && std::process::id() == self.process
+        let sleeps = self.shared.num_asleep.load(Ordering::Relaxed) > 0;
+        !self.workers.is_empty()
+            && work_ns >= if sleeps { SMALL_WORK_NS } else { SMALL_AWAKE_WORK_NS }
+            && std::process::id() == self.process
     }
 
     /// Compute items `0..num_items` of `kernel`, about `work_ns` nanoseconds of one core in all.
@@ -143,46 +183,11 @@ impl Pool {
             }
         };
         let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let panic = self.share(&claim, num_items - 1);
+        let panic = self.shared.share(&claim, num_items - 1);
         drop(turn);
         if let Some(payload) = panic {
             resume_unwind(payload);
         }
-    }
-
-    /// Run `claim` here and on up to `num_wanted` workers, and return the first panic.
-    fn share(&self, claim: &(dyn Fn() + Sync), num_wanted: usize) -> Option<Panic> {
-        // SAFETY: only the lifetime changes; invariants 1 and 2 keep workers inside it.
-        let job = unsafe { std::mem::transmute::<&(dyn Fn() + Sync), Job>(claim) };
-        let mut state = self.shared.lock();
-        state.job = Some(job);
-        state.generation += 1;
-        self.shared.generation.store(state.generation, Ordering::Release);
-        // Those that are awake see the generation; waking nobody would cost a system call too.
-        let num_asleep = state.num_asleep;
-        drop(state);
-        if num_wanted >= num_asleep && num_asleep > 0 {
-            self.shared.posted.notify_all();
-        } else {
-            (0..num_wanted.min(num_asleep)).for_each(|_| self.shared.posted.notify_one());
-        }
-
-        let own = catch_unwind(AssertUnwindSafe(claim)).err();
-
-        self.shared.lock().job = None;
-        for _ in 0..NUM_LAST_SPINS {
-            if self.shared.num_active.load(Ordering::Acquire) == 0 {
-                break;
-            }
-            std::hint::spin_loop();
-        }
-        let mut state = self.shared.lock();
-        while state.num_active > 0 {
-            state.caller_waits = true;
-            state = self.shared.left.wait(state).unwrap_or_else(PoisonError::into_inner);
-            state.caller_waits = false;
-        }
-        own.or(state.panic.take()).inspect(|_| state.panic = None)
     }
 }
 
@@ -198,8 +203,8 @@ impl Drop for Pool {
             // The threads are not in this process; there is nothing to join.
             return std::mem::forget(std::mem::take(&mut self.workers));
         }
-        self.shared.lock().is_closed = true;
-        self.shared.posted.notify_all();
+        self.shared.is_closed.store(true, Ordering::SeqCst);
+        self.shared.wake(usize::MAX);
         for worker in self.workers.drain(..) {
             // A worker catches the panics of kernels, and has none of its own.
             let _ = worker.join();
@@ -208,54 +213,128 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    /// The state is consistent between any two statements, so a poisoned lock is a good one.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Nothing is behind the lock but sleeping itself.
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.sleep.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The caller's part: run `claim` here and on up to `num_wanted` workers. Returns the first panic.
+    fn share(&self, claim: &(dyn Fn() + Sync), num_wanted: usize) -> Option<Panic> {
+        // SAFETY: only the lifetime changes; invariants 1 and 2 keep workers inside it.
+        let job = unsafe { std::mem::transmute::<&(dyn Fn() + Sync), Job>(claim) };
+        let last = self.word.load(Ordering::Relaxed);
+        debug_assert!(last & (OPEN | COUNT) == 0, "one caller at a time");
+        // SAFETY: by invariant 2 nobody reads it: the word is closed and counts nobody.
+        unsafe { *self.job.get() = Some(job) };
+        let opened = (number(last).wrapping_add(1) << 32) | OPEN;
+        // Before the look at who sleeps, in the one order that all threads see.
+        self.word.store(opened, Ordering::SeqCst);
+        if self.num_asleep.load(Ordering::SeqCst) > 0 {
+            self.wake(num_wanted);
+        }
+
+        let own = catch_unwind(AssertUnwindSafe(claim)).err();
+
+        self.word.fetch_and(!OPEN, Ordering::AcqRel);
+        self.wait_for_workers();
+        let theirs = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        own.or(theirs)
+    }
+
+    /// Wake up to `num_wanted` of those that sleep.
+    fn wake(&self, num_wanted: usize) {
+        let guard = self.lock(); // Whoever is about to sleep does, or sees why not.
+        let num_asleep = self.num_asleep.load(Ordering::Relaxed);
+        drop(guard);
+        if num_wanted >= num_asleep {
+            self.posted.notify_all();
+        } else {
+            (0..num_wanted).for_each(|_| self.posted.notify_one());
+        }
+    }
+
+    /// Until the closed word counts nobody.
+    fn wait_for_workers(&self) {
+        for _ in 0..NUM_LAST_SPINS {
+            if self.word.load(Ordering::Acquire) & COUNT == 0 {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let mut guard = self.lock();
+        self.caller_waits.store(true, Ordering::SeqCst);
+        while self.word.load(Ordering::SeqCst) & COUNT > 0 {
+            guard = self.left.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.caller_waits.store(false, Ordering::Relaxed);
     }
 
     /// Life of a worker.
     fn work(&self) {
         let mut seen = 0;
-        while let Some(job) = self.next_job(&mut seen) {
-            // `next_job` counted this thread as active, so `Pool::share` keeps the closure alive.
-            let result = catch_unwind(AssertUnwindSafe(job));
-            let mut state = self.lock();
-            if let Err(payload) = result {
-                state.panic.get_or_insert(payload);
+        while self.join_next(&mut seen) {
+            // SAFETY: `join_next` counted this thread in the open word (invariant 2).
+            let job = unsafe { *self.job.get() }.expect("an open word has a job");
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(job)) {
+                let mut panic = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+                panic.get_or_insert(payload);
             }
-            state.num_active -= 1;
-            self.num_active.store(state.num_active, Ordering::Release);
-            if state.num_active == 0 && state.caller_waits {
+            let left = self.word.fetch_sub(1, Ordering::SeqCst) - 1;
+            if left & (OPEN | COUNT) == 0 && self.caller_waits.load(Ordering::SeqCst) {
+                drop(self.lock()); // The caller waits, or sees that nobody is left.
                 self.left.notify_one();
             }
         }
     }
 
-    /// Wait for a job newer than `seen` and join it; `None` when the pool closes.
-    fn next_job(&self, seen: &mut u64) -> Option<Job> {
-        for _ in 0..NUM_SPINS {
-            if self.generation.load(Ordering::Acquire) != *seen {
-                break;
-            }
-            std::hint::spin_loop();
-        }
-        let mut state = self.lock();
+    /// Wait for a job whose number is not `seen` and join it; `false` when the pool closes.
+    fn join_next(&self, seen: &mut u64) -> bool {
         loop {
-            if state.is_closed {
-                return None;
-            }
-            if state.generation != *seen {
-                *seen = state.generation;
-                if let Some(job) = state.job {
-                    state.num_active += 1;
-                    self.num_active.store(state.num_active, Ordering::Release);
-                    return Some(job);
+            let in_session = self.num_sessions.load(Ordering::Relaxed) > 0;
+            for _ in 0..if in_session { NUM_SESSION_SPINS } else { NUM_SPINS } {
+                if self.try_join(seen) {
+                    return true;
                 }
+                std::hint::spin_loop();
             }
-            state.num_asleep += 1;
-            state = self.posted.wait(state).unwrap_or_else(PoisonError::into_inner);
-            state.num_asleep -= 1;
+            let mut guard = self.lock();
+            // Before the last look at the word, in the one order that all threads see.
+            self.num_asleep.fetch_add(1, Ordering::SeqCst);
+            while !self.is_closed.load(Ordering::SeqCst) && !self.is_posted(*seen) {
+                guard = self.posted.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            }
+            self.num_asleep.fetch_sub(1, Ordering::Relaxed);
+            drop(guard);
+            if self.is_closed.load(Ordering::Relaxed) {
+                return false;
+            }
         }
+    }
+
+    /// Whether there is a job to join.
+    fn is_posted(&self, seen: u64) -> bool {
+        let word = self.word.load(Ordering::SeqCst);
+        word & OPEN > 0 && number(word) != seen
+    }
+
+    /// Count this thread in the word, if it is open for another job than `seen`.
+    fn try_join(&self, seen: &mut u64) -> bool {
+        let mut word = self.word.load(Ordering::Acquire);
+        while word & OPEN > 0 && number(word) != *seen {
+            match self.word.compare_exchange_weak(
+                word,
+                word + 1,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => {
+                    *seen = number(word);
+                    return true;
+                }
+                Err(now) => word = now,
+            }
+        }
+        false
     }
 }
 
@@ -316,7 +395,7 @@ mod tests {
     fn small_work_stays_with_the_caller() {
         let pool = Pool::new(3, Isa::Portable);
         let count = Count::new(1000, None);
-        pool.run(&count, 1000, SMALL_WORK_NS - 1);
+        pool.run(&count, 1000, SMALL_AWAKE_WORK_NS - 1);
         count.check();
         assert_eq!(count.threads.into_inner().unwrap().len(), 1);
     }
@@ -332,6 +411,23 @@ mod tests {
             let count = Count::new(100, None);
             pool.run(&count, 100, MUCH);
             count.check();
+        }
+    }
+
+    #[test]
+    fn jobs_of_a_session_are_shared_out_and_workers_sleep_between() {
+        let pool = Pool::new(3, Isa::Portable);
+        for num_jobs in [1, 10, 1000] {
+            let session = pool.session();
+            for _ in 0..num_jobs {
+                let count = Count::new(5, None);
+                pool.run(&count, 5, MUCH);
+                count.check();
+            }
+            drop(session);
+            while pool.shared.num_asleep.load(Ordering::Relaxed) < 2 {
+                std::thread::yield_now();
+            }
         }
     }
 

@@ -132,6 +132,7 @@ impl Decoder {
         logits: &mut MatrixMut<'_>,
     ) -> Result<(), ArgumentError> {
         let model = &self.model;
+        let _session = pool.session();
         buffers.resize(step.token_ids.len());
         fill_in(&mut buffers.token_ids, step)?;
         gather(pool, &model.embedding, &buffers.token_ids, &mut buffers.hidden.view_mut())?;
