@@ -188,6 +188,7 @@ FORMATS: dict[str, Callable[..., Model]] = {
     "bfloat16": partial(Model, dtype="bfloat16"),
     "int8": partial(Model, quantization="int8"),
     "int8 weights": partial(as_file, to_int8),
+    "int4": partial(Model, quantization="int4"),
     "Q8_0": partial(as_file, partial(to, gguf.GGMLQuantizationType.Q8_0)),
     "Q4_K": partial(as_file, to_q4_k),
     "Q4_0": partial(as_file, partial(to, gguf.GGMLQuantizationType.Q4_0)),

@@ -181,7 +181,7 @@ def test_help_imports_neither_torch_nor_a_server() -> None:
         ),
         (
             ["serve", "m", "--quantization", "fp8"],
-            "error: Invalid value for '--quantization': 'fp8' is not one of 'int8'; "
+            "error: Invalid value for '--quantization': 'fp8' is not one of 'int8', 'int4'; "
             "see fastserve serve --help",
         ),
         (

@@ -1,7 +1,7 @@
-"""Weights of int8, from options to logits.
+"""Weights of eight and four bits, from options to logits.
 
-Products are tested bit by bit in ``rust/cpu/tests/int8.rs``; here it is models of every format that
-files have, against the same quantization in float64.
+Products are tested bit by bit in ``rust/cpu/tests/int8.rs`` and ``product.rs``; here it is models
+of every format that files have, against the same quantization in float64.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ import model_factory
 from fastserve import LLM, ConfigError, ModelError, SamplingParams
 from fastserve.models.checkpoint import TensorReader
 from fastserve.models.memory import KvDType
-from fastserve.models.packed import PackedMatrix, PackedRows
+from fastserve.models.packed import PackedMatrix, PackedRows, Quantized
 from fastserve.models.resolve import resolve
 from fastserve.models.tensors import DType, TensorInfo, find_format
 from fastserve.models.weights import LayerWeights
@@ -37,8 +38,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def load(path: Path, dtype: str = "auto") -> CpuRunner:
-    return CpuRunner.load(resolve(path), dtype=dtype, quantization="int8", num_threads=1)
+def load(
+    path: Path, dtype: str = "auto", quantization: Literal["int8", "int4"] = "int8"
+) -> CpuRunner:
+    return CpuRunner.load(resolve(path), dtype=dtype, quantization=quantization, num_threads=1)
 
 
 class Int8Linear(torch.nn.Module):
@@ -121,6 +124,89 @@ def test_files_are_quantized(kind: str, models: Path, tmp_path: Path) -> None:
     assert runner.weight_bytes == num_bytes + num_norms
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q5_0"])
+def test_four_bits_are_nearer_than_those_of_a_file(kind: str, models: Path, tmp_path: Path) -> None:
+    """The ``gguf`` package's Q4_1 takes the extremes of a group; the embedding is its Q8_0."""
+    folder = model_factory.make("llama", models)
+    file = gguf_factory.convert(folder, tmp_path / "model.gguf", kind)
+    plain = CpuRunner.load(resolve(file), dtype="float32", num_threads=1)
+    runner = load(file, quantization="int4")
+    assert runner.weights.formats() == ["Q8_0", "Q4_1"]
+    of_vocabulary = (runner.weights.embedding, runner.weights.lm_head)
+    totals = np.zeros(2)
+    for ours, exact in zip(matrices(runner), matrices(plain), strict=True):
+        rows = as_floats(exact)
+        name = "Q8_0" if ours in of_vocabulary else "Q4_1"
+        theirs = gguf.GGMLQuantizationType[name]
+        packed = gguf.dequantize(gguf.quantize(rows, theirs), theirs)
+        errors = [
+            np.square(found.astype(np.float64) - rows).sum() for found in (as_floats(ours), packed)
+        ]
+        assert errors[0] <= errors[1] * 1.001
+        if name == "Q4_1":
+            totals += errors
+        num_bytes = {"Q8_0": 34, "Q4_1": 20}[name] * rows.size // 32
+        assert num_bytes <= ours.nbytes <= num_bytes * 1.1
+    assert 0 < totals[0] < 0.9 * totals[1]
+
+
+def test_four_bits_again_change_little(models: Path, tmp_path: Path) -> None:
+    """What was four bits in groups of 32 before can be said as exactly."""
+    folder = model_factory.make("llama", models)
+    file = gguf_factory.convert(folder, tmp_path / "model.gguf", "Q4_1")
+    plain = CpuRunner.load(resolve(file), dtype="float32", num_threads=1)
+    runner = load(file, quantization="int4")
+    for ours, exact in zip(matrices(runner)[2:], matrices(plain)[2:], strict=True):
+        got, want = as_floats(ours), as_floats(exact)
+        assert np.abs(got - want).max() <= 2e-3 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_four_bits_cost_what_their_weights_do(dtype: str, models: Path) -> None:
+    """Logits are those of a float64 model with the same weights: activations are not rounded."""
+    folder = model_factory.make("llama", models)
+    runner = load(folder, dtype, "int4")
+    model = model_factory.reference(folder).double()
+    exact = CpuRunner.load(resolve(folder), dtype="float32", num_threads=1)
+    replaced = [
+        (as_floats(a), as_floats(b)) for a, b in zip(*map(matrices, (exact, runner)), strict=True)
+    ]
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            numbers = parameter.detach().float().numpy()
+            parameter.data = torch.from_numpy(_replaced(numbers, replaced)).double()
+    tokens = list(range(5, 60))
+    with torch.inference_mode():
+        want = model(torch.tensor([tokens])).logits[0].numpy()
+    (got,) = drive(runner, PlanBuilder(), [tokens], lambda step, sequence: 20)
+    spread = np.sqrt(np.mean((got - want) ** 2)) / np.std(want)
+    assert spread < (1e-5 if dtype == "auto" else 0.03)
+
+
+def _replaced(numbers: np.ndarray, replaced: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """The rows of `replaced`'s second that begin where `numbers` is found in its first."""
+    for exact, rounded in replaced:
+        for first in range(len(exact) - len(numbers) + 1):
+            if np.array_equal(exact[first : first + len(numbers)], numbers):
+                return rounded[first : first + len(numbers)]
+    raise AssertionError("a matrix of the model is in none of ours")
+
+
+def test_rows_that_are_no_whole_groups_are_named(tmp_path: Path) -> None:
+    layout = find_format("F32")
+    assert layout is not None
+    info = TensorInfo("odd", (2, 40), layout, tmp_path / "file", 0)
+    info.path.write_bytes(bytes(info.num_bytes))
+    rows = PackedRows(info.shape, DType.FLOAT32, Quantized("int4", "Q4_1"))
+    with (
+        TensorReader(lambda num_bytes: None) as reader,
+        pytest.raises(
+            ModelError, match=r"tensor odd cannot be quantized to int4: .* multiple of 32"
+        ),
+    ):
+        rows.read(reader, info)
+
+
 def test_dtype_says_what_the_rest_is(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own products, where bfloat16 would go through torch too."""
     monkeypatch.setattr("fastserve.runner._torch_multiplies", lambda pool: True)
@@ -141,8 +227,20 @@ def test_dtype_says_what_the_rest_is(models: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("number", "name"), [(np.nan, "NaN"), (np.inf, "inf"), (-np.inf, "-inf")])
+@pytest.mark.parametrize(
+    ("quantization", "want"),
+    [
+        ("int8", "rows: got {}, want finite numbers, for int8"),
+        ("int4", "numbers: got {}, want -65504 to 65504, for Q4_1"),
+    ],
+)
 def test_weights_without_a_scale_are_named(
-    models: Path, tmp_path: Path, number: float, name: str
+    models: Path,
+    tmp_path: Path,
+    number: float,
+    name: str,
+    quantization: Literal["int8", "int4"],
+    want: str,
 ) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(model_factory.make("llama", models), folder)
@@ -150,11 +248,10 @@ def test_weights_without_a_scale_are_named(
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = number
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError) as refusal:
-        load(folder)
+        load(folder, quantization=quantization)
     assert str(refusal.value) == (
         f"{folder / 'model.safetensors'}: tensor model.layers.1.self_attn.k_proj.weight cannot be "
-        f"quantized to int8: rows: got {name}, want finite numbers, for int8; run the model "
-        "without quantization"
+        f"quantized to {quantization}: {want.format(name)}; run the model without quantization"
     )
 
 
@@ -182,7 +279,7 @@ def test_rows_that_are_too_long_are_named(tmp_path: Path) -> None:
     assert layout is not None
     info = TensorInfo("long", (1, 2**17 + 1), layout, tmp_path / "file", 0)
     info.path.write_bytes(bytes(info.num_bytes))
-    rows = PackedRows(info.shape, DType.FLOAT32, is_int8=True)
+    rows = PackedRows(info.shape, DType.FLOAT32, Quantized("int8", "I8"))
     with (
         TensorReader(lambda num_bytes: None) as reader,
         pytest.raises(ModelError, match=r"tensor long cannot be quantized to int8: .* to 131072"),
@@ -200,7 +297,9 @@ def test_the_option_and_the_log(models: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_wrong_value_names_the_choices() -> None:
-    for value in ("int4", "fp8", "", True, 8):
+    for value in ("int2", "fp8", "", True, 8):
         with pytest.raises(ConfigError) as refusal:
             LLM("smollm2", quantization=value)  # type: ignore[arg-type]
-        assert str(refusal.value) == f"EngineConfig: quantization={value!r}: want None, 'int8'"
+        assert (
+            str(refusal.value) == f"EngineConfig: quantization={value!r}: want None, 'int8', 'int4'"
+        )

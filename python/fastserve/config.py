@@ -17,7 +17,7 @@ __all__ = ["EngineConfig", "EngineOptions"]
 BLOCK_SIZES = (8, 16, 32)
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
@@ -31,7 +31,9 @@ class EngineConfig:
             loaded; ``auto`` computes with the file's own format where there is a kernel for it.
         quantization: ``int8`` makes weights int8 when they are loaded, with a scale for each
             output, whatever the file has; activations are quantized as they come, row by row, and
-            dtype says what they are otherwise. By default weights are what dtype says.
+            dtype says what they are otherwise. ``int4`` makes them four bits in groups of 32, and
+            the embedding and the output layer eight; activations stay. By default weights are what
+            dtype says.
         kv_cache_dtype: What keys and values are kept in; ``auto`` is what is computed in. ``int8``,
             with a scale per token and head, takes a bit over a quarter of the memory of ``float32``
             and moves results a little.
@@ -63,7 +65,7 @@ class EngineConfig:
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "int4"] | None = None
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
@@ -149,7 +151,7 @@ class EngineOptions(TypedDict, total=False):
     """The fields of :class:`EngineConfig` as keywords, for type checkers."""
 
     dtype: Literal["auto", "float32", "bfloat16"]
-    quantization: Literal["int8"] | None
+    quantization: Literal["int8", "int4"] | None
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"]
     max_model_len: int | None
     max_num_batched_tokens: int

@@ -149,7 +149,7 @@ def _formats(problems: list[str]) -> Iterator[tuple[str, str]]:
     )
     kept = [name for name in COMMON_FORMATS if name not in ("F32", "F16", "BF16")]
     yield "file formats", f"{', '.join(kept)}: multiplied as they are; others become float32"
-    yield "int8", "weights of any format, quantized when they are loaded (--quantization int8)"
+    yield "int8, int4", "weights of any format, quantized when they are loaded (--quantization)"
     yield "KV cache", "float32, bfloat16, int8 with a scale per token and head (--kv-cache-dtype)"
 
 

@@ -101,7 +101,7 @@ class CpuRunner:
         *,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
-        quantization: Literal["int8"] | None = None,
+        quantization: Literal["int8", "int4"] | None = None,
         num_threads: int | None = None,
         progress: Progress | None = None,
     ) -> CpuRunner:
@@ -115,8 +115,9 @@ class CpuRunner:
                 float32.
             kv_cache_dtype: ``float32``, ``bfloat16`` or ``int8``: what keys and values are stored
                 as; ``auto`` is what is computed in.
-            quantization: ``int8``: weights become int8, whatever the file has, and are multiplied
-                by our own products. ``dtype`` then says what activations are; ``auto`` is float32.
+            quantization: ``int8`` or ``int4``: what weights become, whatever the file has
+                (:class:`fastserve.models.weights.Packing`). ``dtype`` then says what activations
+                are; ``auto`` is float32.
             num_threads: Threads that compute. By default one for each core that may be used.
             progress: Called as the weights come in.
 
@@ -137,7 +138,7 @@ class CpuRunner:
             checkpoint,
             config,
             computed,
-            packing=Packing.INT8 if quantization else _packing(dtype, computed, pool),
+            packing=Packing(quantization) if quantization else _packing(dtype, computed, pool),
             num_threads=threads,
             progress=progress,
         )

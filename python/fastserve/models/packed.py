@@ -1,18 +1,36 @@
-"""Projections in the layout of the CPU's product kernels, in the number format of the file or int8.
+"""Projections in the layout of the CPU's product kernels, in the file's number format or quantized.
 
 A fused projection has parts that a file may keep in different formats; each stays in its own, so
 that a weight takes the room that it takes in the file. A format that the kernels do not know is
-read as float32. Where int8 is asked for, tensors of every format are read as float32 and quantized
-a row at a time (``rust/cpu/src/product/quantize.rs``).
+read as float32. Where eight or four bits are asked for, tensors of every format are read as float32
+and quantized a row at a time (``rust/cpu/src/product/quantize.rs`` and ``encode.rs``).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastserve._core import cpu
 from fastserve.errors import ModelError
 from fastserve.models.checkpoint import TensorReader
 from fastserve.models.dequant import FORMATS
-from fastserve.models.tensors import DType, TensorInfo
+from fastserve.models.tensors import DType, TensorInfo, find_format
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What rows become when they are loaded.
+
+    Attributes:
+        option: What was asked for, in errors.
+        format: The kernels' name: ``I8``, ``Q8_0`` or ``Q4_1``.
+    """
+
+    option: str
+    format: str
 
 
 class PackedRows:
@@ -21,15 +39,15 @@ class PackedRows:
     Args:
         shape: Rows and columns.
         dtype: What the numbers are converted to; ``None`` leaves them in the file's format.
-        is_int8: Quantize them, whatever they are.
+        quantized: What they become, whatever they are.
     """
 
     def __init__(
-        self, shape: tuple[int, int], dtype: DType | None, *, is_int8: bool = False
+        self, shape: tuple[int, int], dtype: DType | None, quantized: Quantized | None = None
     ) -> None:
         self.shape = shape
-        self._dtype = DType.FLOAT32 if is_int8 else dtype
-        self._is_int8 = is_int8
+        self._dtype = DType.FLOAT32 if quantized else dtype
+        self._quantized = quantized
         self._packed: cpu.Packed | None = None
 
     def read(self, reader: TensorReader, info: TensorInfo, num_paired_heads: int = 0) -> None:
@@ -51,26 +69,40 @@ class PackedRows:
         try:
             self._packed = self._pack(reader, info, dtype, num_paired_heads)
         except ValueError as error:
-            if not self._is_int8:
+            if self._quantized is None:
                 raise
             raise ModelError(
-                f"{info.path}: tensor {info.name} cannot be quantized to int8: {error}; run the "
-                "model without quantization"
+                f"{info.path}: tensor {info.name} cannot be quantized to {self._quantized.option}: "
+                f"{error}; run the model without quantization"
             ) from None
 
     def _pack(
         self, reader: TensorReader, info: TensorInfo, dtype: DType | None, num_paired_heads: int
     ) -> cpu.Packed:
         name = info.format.name if dtype is None else dtype.format_name
-        packed = cpu.Packed("I8" if self._is_int8 else name, *self.shape)
+        if self._quantized is not None:
+            name = self._quantized.format
+        packed = cpu.Packed(name, *self.shape)
         first = 0
         for rows in reader.rows(info, dtype, whole=num_paired_heads > 0):
             count, row_bytes = rows.shape
             if num_paired_heads:
                 rows = rows.reshape(num_paired_heads, -1, 2, row_bytes).swapaxes(1, 2)
-            packed.fill(first, rows.reshape(-1))
+            packed.fill(first, self._in_blocks(rows.reshape(-1)))
             first += count
         return packed
+
+    def _in_blocks(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Bytes of float32 in blocks of the format, where it has blocks."""
+        if self._quantized is None or self._quantized.format == "I8":
+            return rows  # Its panels quantize.
+        layout = find_format(self._quantized.format)
+        assert layout is not None, "the kernels' formats are known"
+        numbers = rows.view(np.float32)
+        num_blocks = numbers.size // layout.block_elements
+        blocks = np.empty(num_blocks * layout.block_bytes, np.uint8)
+        cpu.encode(self._quantized.format, numbers, blocks)
+        return blocks
 
     def take(self) -> cpu.Packed:
         """What was read, once."""

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from fastserve.errors import ModelError
 from fastserve.models.checkpoint import Checkpoint, TensorReader
 from fastserve.models.config import DecoderConfig
-from fastserve.models.packed import PackedMatrix, PackedRows
+from fastserve.models.packed import PackedMatrix, PackedRows, Quantized
 from fastserve.models.tensors import Array, DType
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -49,6 +49,9 @@ class Packing(Enum):
     """The dtype that is computed in."""
     INT8 = "int8"
     """One int8 a number and one scale a row, whatever the file has."""
+    INT4 = "int4"
+    """Four bits a number in groups of 32 with a scale and a minimum (Q4_1), whatever the file has;
+    eight bits in groups of 32 with a scale (Q8_0) for the embedding and ``lm_head``."""
 
 
 Matrix: TypeAlias = Array | PackedMatrix
@@ -56,6 +59,7 @@ Matrix: TypeAlias = Array | PackedMatrix
 
 _IGNORED: Final = ("rotary_emb.inv_freq",)
 _ROPE_DIVISORS: Final = "rope_divisors.weight"
+_OF_VOCABULARY: Final = ("embedding.weight", "lm_head.weight")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -311,8 +315,12 @@ class _Allocation:
 
     def _packed(self, name: str, num_rows: int, num_cols: int, num_heads: int = 0) -> PackedRows:
         dtype = None if self.packing is Packing.AS_STORED else self.dtype
-        is_int8 = self.packing is Packing.INT8
-        rows = PackedRows((num_rows, num_cols), dtype, is_int8=is_int8)
+        quantized = None
+        if self.packing is Packing.INT8:
+            quantized = Quantized("int8", "I8")
+        elif self.packing is Packing.INT4:
+            quantized = Quantized("int4", "Q8_0" if name in _OF_VOCABULARY else "Q4_1")
+        rows = PackedRows((num_rows, num_cols), dtype, quantized)
         self.parts.append(_Part(name, rows, num_heads))
         return rows
 

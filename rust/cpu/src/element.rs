@@ -67,6 +67,26 @@ pub(crate) const fn f16_to_f32(bits: u16) -> f32 {
     f32::from_bits(scaled.to_bits() | sign)
 }
 
+/// The nearest IEEE binary16, ties to even; a NaN becomes quiet.
+#[inline(always)]
+pub(crate) const fn f32_to_f16(value: f32) -> u16 {
+    let sign = (value.to_bits() >> 16 & 0x8000) as u16;
+    let bits = value.to_bits() & 0x7fff_ffff;
+    let rest = match bits {
+        0x7f80_0001.. => 0x7e00,
+        // 65,520 and more: half a step over the largest.
+        0x477f_f000.. => 0x7c00,
+        // 2^-14 and more: the exponent has another start, and thirteen bits fewer follow.
+        0x3880_0000.. => {
+            let round = 0xfff + (bits >> 13 & 1);
+            (bits + round - (112 << 23)) >> 13
+        }
+        // Beside one half, a float has 2^-24 for its last bit, as a subnormal binary16 has.
+        _ => (f32::from_bits(bits) + 0.5).to_bits() - 0.5_f32.to_bits(),
+    };
+    sign | rest as u16
+}
+
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
@@ -128,7 +148,32 @@ impl KvElement for i8 {
 
 #[cfg(test)]
 mod tests {
-    use super::Bf16;
+    use super::{Bf16, f16_to_f32, f32_to_f16};
+
+    #[test]
+    fn every_binary16_and_what_lies_between_them() {
+        for bits in 0..0x7c00 {
+            let (low, high) = (f16_to_f32(bits), f16_to_f32(bits + 1));
+            // After the largest comes what would be the next, if there were more exponents.
+            let high = if bits + 1 == 0x7c00 { 65_536.0 } else { high };
+            let middle = low.midpoint(high);
+            let (below, above) = (middle.next_down(), middle.next_up());
+            let even = bits + (bits & 1);
+            for (value, want) in [(low, bits), (below, bits), (middle, even), (above, bits + 1)] {
+                assert_eq!(f32_to_f16(value), want, "{value:e}");
+                assert_eq!(f32_to_f16(-value), want | 0x8000, "-{value:e}");
+            }
+        }
+        for (value, want) in [
+            (f32::INFINITY, 0x7c00),
+            (f32::MAX, 0x7c00),
+            (f32::NAN, 0x7e00),
+            (f32::from_bits(0x7f80_0001), 0x7e00),
+            (f32::from_bits(1), 0),
+        ] {
+            assert_eq!(f32_to_f16(value), want, "{value:e}");
+        }
+    }
 
     #[test]
     fn rounds_to_nearest_even() {

@@ -46,7 +46,7 @@ pub use isa::Isa;
 pub use layout::{KvDType, KvLayout, kv_layer_shape, kv_shape};
 pub use norm::rms_norm;
 pub use pool::Pool;
-pub use product::{Packed, Weight, WeightFormat, decode, gather, linear};
+pub use product::{Packed, Weight, WeightFormat, decode, encode, gather, linear};
 pub use rope::{Rope, rope_and_write_kv};
 pub use sampling::{
     BestToken, Draws, RowLogprobs, best_tokens, draw_bits, draw_tokens, philox4x32, row_logprobs,

@@ -22,6 +22,7 @@
 
 mod block;
 mod decode;
+mod encode;
 mod few;
 mod gather;
 mod int8;
@@ -33,6 +34,7 @@ mod tile;
 mod weight;
 
 pub use decode::decode;
+pub use encode::encode;
 pub use gather::gather;
 pub use weight::{Packed, Weight, WeightFormat};
 

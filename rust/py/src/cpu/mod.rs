@@ -34,6 +34,7 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Decoder>()?;
     module.add_function(wrap_pyfunction!(weights::weight_formats, &module)?)?;
     module.add_function(wrap_pyfunction!(weights::decode, &module)?)?;
+    module.add_function(wrap_pyfunction!(weights::encode, &module)?)?;
     module.add_function(wrap_pyfunction!(sampling::best_tokens, &module)?)?;
     module.add_function(wrap_pyfunction!(sampling::draw_tokens, &module)?)?;
     module.add_function(wrap_pyfunction!(sampling::row_logprobs, &module)?)?;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastserve_cpu as cpu;
 use fastserve_cpu::{Bf16, DType, WeightFormat};
-use numpy::PyReadonlyArray1;
+use numpy::{PyReadonlyArray1, PyReadwriteArray1};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -52,6 +52,23 @@ pub(crate) fn decode(
             run(out.py(), || cpu::decode(format, bytes, numbers))
         }
     }
+}
+
+/// `out` = float32 `numbers` in blocks of `format`, `Q8_0` or `Q4_1`, bytes as in a file.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "how arguments come from Python")]
+pub(crate) fn encode(
+    py: Python<'_>,
+    format: &str,
+    numbers: PyReadonlyArray1<'_, f32>,
+    mut out: PyReadwriteArray1<'_, u8>,
+) -> PyResult<()> {
+    let format = known_format(format)?;
+    let gaps =
+        |name| PyValueError::new_err(format!("{name}: got an array with gaps, want contiguous"));
+    let numbers = numbers.as_slice().map_err(|_| gaps("numbers"))?;
+    let out = out.as_slice_mut().map_err(|_| gaps("out"))?;
+    py.detach(|| cpu::encode(format, numbers, out)).map_err(value_error)
 }
 
 /// Rows of one format, in the layout of the product kernels. Filled row by row, then part of a
