@@ -174,6 +174,47 @@ fn out_of_blocks_says_what_there_is() {
     assert_eq!(error.to_string(), text);
 }
 
+/// Three prompts of two blocks in a pool of six, closed in every order; the first closed is used again.
+#[test]
+fn what_is_unused_for_longest_is_evicted_first() {
+    const SLOTS: [RowSlot; 3] = [RowSlot(0), RowSlot(1), RowSlot(2)];
+    let tokens = |prompt: usize| [prompt as Token; 4];
+    for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+        let mut kv = KvManager::new(&small(6, 2));
+        for (prompt, slot) in SLOTS.into_iter().enumerate() {
+            kv.open(slot, Namespace(0));
+            kv.allocate(slot, 2).expect("room");
+            kv.share(slot, KEY, &tokens(prompt), 2, StepId(1));
+        }
+        for prompt in order {
+            kv.close(SLOTS[prompt]);
+        }
+        let [first, second, third] = order;
+        kv.open(A, Namespace(0));
+        kv.probe(KEY, &tokens(first), 4);
+        kv.adopt(A);
+        kv.close(A);
+        kv.open(B, Namespace(0));
+        // The end of a prompt goes before its beginning.
+        for (left, num_left) in [(second, 1), (second, 0), (third, 1), (third, 0), (first, 1)] {
+            kv.allocate(B, 1).expect("room");
+            for prompt in 0..3 {
+                let found = kv.probe(KEY, &tokens(prompt), 4).num_blocks;
+                let is_gone =
+                    prompt == second && left != second || prompt == third && left == first;
+                let want = if prompt == left {
+                    num_left
+                } else if is_gone {
+                    0
+                } else {
+                    2
+                };
+                assert_eq!(found, want, "prompt {prompt} of {order:?} with {left} at {num_left}");
+            }
+        }
+    }
+}
+
 #[test]
 fn events_are_off_by_default() {
     let mut kv = KvManager::new(&CoreConfig { enable_block_events: false, ..small(8, 2) });
