@@ -137,3 +137,37 @@ impl<K: Ord + Copy> IndexedHeap<K> {
         assert_eq!(placed, self.entries.len(), "positions of items that are not in the heap");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::catch_unwind;
+
+    #[test]
+    fn check_notices_what_is_broken() {
+        let broken = |change: fn(&mut IndexedHeap<u64>)| {
+            catch_unwind(|| {
+                let mut heap = IndexedHeap::with_capacity(4);
+                for item in 0..4 {
+                    heap.push(u64::from(item), item);
+                }
+                change(&mut heap);
+                heap.check();
+            })
+            .err()
+            .and_then(|panic| panic.downcast::<String>().ok())
+        };
+        let starts = |text: Option<Box<String>>, with: &str| {
+            assert!(text.as_ref().is_some_and(|text| text.contains(with)), "{text:?}, not {with}");
+        };
+        assert_eq!(broken(|_| ()), None);
+        starts(broken(|heap| heap.positions[2] = 1), "position of item 2");
+        starts(broken(|heap| heap.entries[0].0 = 9), "heap order at 1");
+        starts(
+            broken(|heap| {
+                heap.entries.pop();
+            }),
+            "positions of items that are not in the heap",
+        );
+    }
+}

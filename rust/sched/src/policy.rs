@@ -103,3 +103,26 @@ impl OrderKey {
         (self.order, self.index)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_have_the_names_of_the_configuration_and_rank_by_what_they_say() {
+        let candidate = |priority| Candidate {
+            request: RequestId(7),
+            priority,
+            num_prompt_tokens: 5,
+            max_tokens: 9,
+            arrival: 3,
+        };
+        let mut fcfs = policy(PolicyKind::Fcfs);
+        let mut priority = policy(PolicyKind::Priority);
+        assert_eq!((fcfs.name(), priority.name()), ("fcfs", "priority"));
+        for value in [i32::MIN, -1, 0, 1, 5, i32::MAX] {
+            assert_eq!(fcfs.rank(&candidate(value)), 0);
+            assert_eq!(priority.rank(&candidate(value)), i64::from(value));
+        }
+    }
+}
