@@ -261,3 +261,19 @@ impl PlanOrder {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "service order: ")]
+    fn check_notices_an_order_that_is_broken() {
+        let mut order = ServiceOrder::with_capacity(2);
+        order.insert(OrderKey::new(0, 1, 0), RowSlot(0), 0);
+        order.insert(OrderKey::new(0, 2, 0), RowSlot(1), 0);
+        order.check();
+        order.entries.swap(0, 1);
+        order.check();
+    }
+}

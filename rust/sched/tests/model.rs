@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fastserve_base::RowSlot;
 use fastserve_sched::heap::IndexedHeap;
-use fastserve_sched::{OrderKey, PlanOrder, ServiceOrder, WaitQueue};
+use fastserve_sched::{OrderKey, PlanOrder, ServiceOrder, Slab, WaitQueue};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -102,6 +102,7 @@ proptest! {
         numbers.sort_unstable();
         prop_assert_eq!(sequences, numbers);
         for (number, _, since) in model {
+            prop_assert!(!queue.is_empty());
             prop_assert!(queue.contains(number));
             let peeked = queue.peek();
             let popped = queue.pop();
@@ -202,6 +203,39 @@ fn removal_carries_the_least_shared() {
     order.retain(|slot| slot.0 != 1 && slot.0 != 2);
     let left: Vec<_> = order.places().iter().map(|p| (p.slot.0, p.num_shared)).collect();
     assert_eq!(left, [(0, 0), (3, 7), (4, 6)]);
+}
+
+/// A sequence that came first and waits again since a short time: nobody who came later ages before it.
+#[test]
+fn ageing_follows_the_order_of_arrival() {
+    let mut queue = WaitQueue::new(4, Some(50));
+    queue.push(OrderKey::new(0, 1, 0), 100, 0);
+    queue.push(OrderKey::new(5, 1, 1), 20, 1);
+    queue.push(OrderKey::new(-5, 2, 0), 30, 2);
+    queue.age(120);
+    assert_eq!(queue.peek(), Some((OrderKey::new(-5, 2, 0), 2)));
+    queue.age(150);
+    let aged: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
+    assert_eq!(aged.iter().map(|(_, sequence)| *sequence).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(aged.iter().all(|(key, _)| key.has_aged()));
+}
+
+#[test]
+fn a_slab_gives_places_again_and_knows_what_is_in_use() {
+    let mut slab = Slab::with_capacity(2);
+    assert!(slab.is_empty());
+    let places = ["a", "b", "c"].map(|value| slab.insert(value));
+    assert_eq!(places, [0, 1, 2]);
+    assert_eq!((slab.len(), slab.is_empty()), (3, false));
+    assert_eq!(slab.remove(1), "b");
+    assert_eq!((slab.get(0), slab.get(1), slab.get(9)), (Some(&"a"), None, None));
+    assert_eq!(slab.iter().collect::<Vec<_>>(), [(0, &"a"), (2, &"c")]);
+    *slab.get_mut(2).expect("in use") = "d";
+    assert_eq!(slab.get_mut(1), None);
+    assert_eq!(slab.get_mut(9), None);
+    assert_eq!(slab.insert("e"), 1);
+    assert_eq!(slab.iter().collect::<Vec<_>>(), [(0, &"a"), (1, &"e"), (2, &"d")]);
+    assert_eq!(slab.len(), 3);
 }
 
 #[test]
