@@ -118,6 +118,12 @@ impl<'a> Matrix<'a> {
         ((self.num_rows - 1) * self.row_stride + self.num_cols) * self.dtype.size()
     }
 
+    /// Elements from a row to the next.
+    #[inline(always)]
+    pub(crate) fn row_stride(&self) -> usize {
+        self.row_stride
+    }
+
     /// Start of a row. Panics on a wrong type or row: both were checked by the caller.
     #[inline(always)]
     pub(crate) fn row<T: Element>(&self, row: usize) -> *const T {

@@ -2,15 +2,18 @@
 //!
 //! Rows come in blocks, so that their piece of `x` stays in the second-level cache too. Between pieces
 //! the totals are in memory, where they keep their bits.
+//!
+//! Making a piece `f32` waits for memory, and computing with it does not use any: so while a piece is
+//! computed the next one is asked for, a few lines a tile.
 
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 
 use super::stored::{FOUR, ForFormat, Plain, Stored, for_format};
 use super::tile::{Groups, tile};
-use super::weight::{PANELS_PER_STRIP, Packed};
+use super::weight::{self, LINE, PANELS_PER_STRIP, Packed};
 use super::{PIECE, Product, few};
 use crate::element::Bf16;
-use crate::simd::{Grid, Kernel, LANES, Simd};
+use crate::simd::{Grid, Kernel, LANES, Lanes, Simd};
 use crate::view::Matrix;
 
 /// Rows of a block: their piece of `x` is 96 KiB.
@@ -19,12 +22,27 @@ const BLOCK_ROWS: usize = 192;
 /// Columns of a strip.
 const STRIP: usize = PANELS_PER_STRIP * LANES;
 
+/// Rows of `x` whose distance in bytes is near a multiple of this fall on the same few sets of a
+/// first-level cache, and push each other out.
+const SET_PERIOD: usize = 4096;
+
+/// How near: four sets.
+const SET_NEAR: usize = 256;
+
+/// Fewest rows of a block for which the next piece is asked for.
+const FEWEST_AHEAD: usize = 16;
+
+/// Numbers from a row of a piece of `x` to the next, where it is copied.
+const ROW: usize = PIECE + LANES;
+
 /// A thread's working memory: half of a small second-level cache.
 struct Scratch {
     /// A piece of each panel of a strip.
     panels: Box<[[[f32; LANES]; PIECE]]>,
     /// `[row][column]` of a block of rows by a strip.
     sums: Box<[[f32; STRIP]]>,
+    /// A piece of a block of `x`, where its own rows lie badly.
+    rows: Box<[[f32; ROW]]>,
 }
 
 impl Scratch {
@@ -32,6 +50,7 @@ impl Scratch {
         Self {
             panels: vec![[[0.0; LANES]; PIECE]; PANELS_PER_STRIP].into_boxed_slice(),
             sums: vec![[0.0; STRIP]; BLOCK_ROWS].into_boxed_slice(),
+            rows: vec![[0.0; ROW]; BLOCK_ROWS].into_boxed_slice(),
         }
     }
 }
@@ -67,6 +86,8 @@ impl Kernel for Strip<'_> {
         let strip = product.weight.strips()[strip];
         let part = &product.weight.parts()[strip.part];
         let (num_rows, len) = (product.x.num_rows(), product.x.num_cols());
+        let stride = product.x.row_stride();
+        let collides = (size_of::<f32>() * stride + SET_NEAR) % SET_PERIOD < 2 * SET_NEAR;
         // SAFETY: this thread's own, and nothing below asks for it again.
         let scratch = unsafe { &mut *SCRATCH.with(UnsafeCell::get) };
         for first in (0..num_rows).step_by(BLOCK_ROWS) {
@@ -86,14 +107,21 @@ impl Kernel for Strip<'_> {
                         &mut scratch.panels[panel],
                     );
                 }
+                let (mut x, mut row_len) =
+                    (product.x.row::<f32>(first).wrapping_add(start), stride);
+                if collides {
+                    // SAFETY: `block` rows of `x` have `count` numbers there, and scratch has room.
+                    unsafe { copy_rows(s, x, stride, count, &mut scratch.rows[..block]) };
+                    (x, row_len) = (scratch.rows.as_ptr().cast(), ROW);
+                }
                 let piece = Piece {
-                    product,
-                    first,
+                    x,
+                    row_len,
                     block,
-                    start,
                     count,
                     panels: &scratch.panels[..strip.num_panels],
                     sums: scratch.sums.as_mut_ptr(),
+                    ahead: Ahead::of(part, strip, start + PIECE, block),
                 };
                 s.cover(&piece, block, strip.num_panels);
             }
@@ -170,16 +198,92 @@ impl ForFormat for Widen {
     }
 }
 
+/// Copy `count` numbers, at most a piece, of each row from `x` on; rows are `stride` apart.
+///
+/// # Safety
+///
+/// They are readable.
+#[inline(always)]
+unsafe fn copy_rows<S: Simd>(
+    s: S,
+    x: *const f32,
+    stride: usize,
+    count: usize,
+    to: &mut [[f32; ROW]],
+) {
+    for (row, to) in to.iter_mut().enumerate() {
+        let from = x.wrapping_add(row * stride);
+        for at in (0..count).step_by(LANES) {
+            // SAFETY: the caller's promise: lanes past `count` are not read.
+            unsafe {
+                let numbers = f32::load_first(s, from.add(at), count - at);
+                s.store(to.as_mut_ptr().add(at), numbers);
+            }
+        }
+    }
+}
+
+/// What a piece asks of memory: the weights of the next one.
+struct Ahead {
+    panels: [*const u8; PANELS_PER_STRIP],
+    num_panels: usize,
+    num_bytes: usize,
+    bytes_per_tile: usize,
+    /// Panel and byte that come next.
+    next: Cell<(usize, usize)>,
+}
+
+impl Ahead {
+    /// Of the piece that starts at `start`, or of the next strip after the last; `block` rows are computed
+    /// meanwhile.
+    #[inline(always)]
+    fn of(part: &Packed, strip: weight::Strip, start: usize, block: usize) -> Self {
+        let (first, start) = match start < part.num_cols() {
+            true => (strip.first_panel, start),
+            false => (strip.first_panel + strip.num_panels, 0),
+        };
+        // With few rows the memory is the limit, and asks for itself as early.
+        let num_panels = match block {
+            ..FEWEST_AHEAD => 0,
+            _ => strip.num_panels.min(part.num_panels() - first),
+        };
+        let mut panels = [std::ptr::null(); PANELS_PER_STRIP];
+        for (panel, to) in panels[..num_panels].iter_mut().enumerate() {
+            *to = part.panel(first + panel).wrapping_add(part.bytes_before(start));
+        }
+        let num_bytes = part.bytes_before(PIECE);
+        // Tiles have up to twelve rows, most often six.
+        let bytes_per_tile = (num_bytes * 12 / block).next_multiple_of(LINE);
+        Self { panels, num_panels, num_bytes, bytes_per_tile, next: Cell::new((0, 0)) }
+    }
+
+    /// Ask for some lines.
+    #[inline(always)]
+    fn fetch<S: Simd>(&self, s: S) {
+        let (panel, at) = self.next.get();
+        if panel >= self.num_panels {
+            return;
+        }
+        let end = at + self.bytes_per_tile;
+        for at in (at..end.min(self.num_bytes)).step_by(LINE) {
+            s.prefetch(self.panels[panel].wrapping_add(at));
+        }
+        self.next.set(if end < self.num_bytes { (panel, end) } else { (panel + 1, 0) });
+    }
+}
+
 /// A block of rows by a piece of a strip.
 struct Piece<'a> {
-    product: &'a Product<'a>,
-    first: usize,
+    /// The first row of the block, at the piece.
+    x: *const f32,
+    /// Numbers from a row to the next.
+    row_len: usize,
     block: usize,
-    start: usize,
     count: usize,
     panels: &'a [[[f32; LANES]; PIECE]],
     /// [`BLOCK_ROWS`] rows of [`STRIP`].
     sums: *mut [f32; STRIP],
+    ahead: Ahead,
 }
 
 impl Grid for Piece<'_> {
@@ -194,8 +298,9 @@ impl Grid for Piece<'_> {
         for (r, to) in rows.iter_mut().enumerate() {
             // Where there are fewer rows than the tile has, the last is computed again.
             let row = (row + r).min(self.block - 1);
-            *to = self.product.x.row::<f32>(self.first + row).wrapping_add(self.start);
+            *to = self.x.wrapping_add(row * self.row_len);
         }
+        self.ahead.fetch(s);
         let groups = Groups::between::<Plain<f32>>(0, self.count);
         // SAFETY: rows of x have `count` numbers from `start` on, and the pieces as many positions.
         unsafe { tile::<S, Plain<f32>, R, P>(s, rows, panels, groups, &mut tiles) };

@@ -12,7 +12,7 @@ use crate::simd::{LANES, MAX_COLS};
 pub(super) const PANELS_PER_STRIP: usize = 4;
 
 /// Bytes that panels are aligned to.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
 
 /// Number format of a weight's rows: that of a file, or int8, which rows of `f32` become when they are
 /// packed. The block formats are those of GGUF files.
@@ -234,6 +234,18 @@ impl Packed {
         let len = self.num_bytes();
         // SAFETY: lines are bytes without padding.
         unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr().cast(), len) }
+    }
+
+    /// Panels.
+    #[inline(always)]
+    pub(super) fn num_panels(&self) -> usize {
+        self.num_rows.div_ceil(LANES)
+    }
+
+    /// Bytes of a panel before position `col`, the first of a block.
+    #[inline(always)]
+    pub(super) fn bytes_before(&self, col: usize) -> usize {
+        col / self.format.block_elements() * self.format.panel_block_bytes()
     }
 
     /// Start of a panel.
