@@ -1,7 +1,7 @@
 //! What the writer writes, the view reads; the layout is what the module header says.
 
-use fastserve_base::{CoreConfig, OutputKind, RequestId, SeqId, StepId};
-use fastserve_sched::plan::{HEADER_WORDS, SLOT_EVENT_WORDS};
+use fastserve_base::{CoreConfig, OutputKind, RequestId, SeqId, StepId, Ticket};
+use fastserve_sched::plan::{HEADER_WORDS, SLOT_EVENT_WORDS, TIER_COPY_WORDS};
 use fastserve_sched::{Assignment, Header, PlanLayout, PlanView, PlanWriter, StepBudget};
 
 fn config() -> CoreConfig {
@@ -112,6 +112,30 @@ fn a_plan_reads_as_it_was_written() {
          row 0 slot 1 positions 0..3 seq_len 3 shared 0 tokens [7, 8, 9]\n  \
          row 1 slot 0 positions 5..6 seq_len 6 shared 1 tokens [-1]\n"
     );
+}
+
+#[test]
+fn copies_of_other_tiers_fit_or_are_refused() {
+    let layout = PlanLayout::new(&config());
+    let mut arena = vec![i32::MIN; layout.words];
+    let mut writer = PlanWriter::new(&layout, &mut arena);
+    let room = layout.copies_out.capacity / TIER_COPY_WORDS;
+    assert!(room > 2);
+    let ticket = |number| Ticket(0x5_0000_0000 + number as u64);
+    for number in 0..room {
+        assert!(writer.copy_out(number as i32, 70 + number as u32, ticket(number)));
+    }
+    assert!(!writer.copy_out(-1, 0, Ticket(0)), "the section is full");
+    assert!(writer.copy_in(3, 4, Ticket(0x8000_0000_ffff_fffe)));
+    assert_eq!(writer.num_tier_copies(), room as u32 + 1);
+    writer.finish(StepId(1));
+    let view = PlanView::new(&layout, &arena);
+    let copies = view.copies_out().chunks(TIER_COPY_WORDS);
+    assert_eq!(copies.len(), room);
+    for (number, copy) in copies.enumerate() {
+        assert_eq!(copy, [number as i32, 70 + number as i32, number as i32, 5]);
+    }
+    assert_eq!(view.copies_in(), [3, 4, -2, i32::MIN]);
 }
 
 #[test]
