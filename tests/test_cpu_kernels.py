@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fastserve._core import cpu
-from fastserve.kernels.cpu import CpuKernels, as_array
 from fastserve.kernels.pool import make_pool
 from fastserve.models.memory import KvDType, empty_kv
+from torch_kernels import CpuKernels, as_array
 
 BLOCK_SIZES = (8, 16, 32)
 ISAS = cpu.available_isas()

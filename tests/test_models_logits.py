@@ -1,7 +1,4 @@
-"""Logits of every architecture, position by position, against transformers.
-
-By our own products, and by torch's where those are used.
-"""
+"""Logits of every architecture, position by position, against transformers."""
 
 from __future__ import annotations
 
@@ -46,22 +43,6 @@ def expected(folder: Path, sequences: list[list[int]]) -> list[np.ndarray]:
     return [model(torch.tensor([tokens])).logits[0].numpy() for tokens in sequences]
 
 
-@pytest.fixture
-def multiplied_by_torch(monkeypatch):
-    """As on a processor with instructions for bfloat16. torch's threads are put back."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr("fastserve.runner._packing", lambda dtype, computed, pool: None)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(params=["ours", "torch"])
-def products(request):
-    if request.param == "torch":
-        request.getfixturevalue("multiplied_by_torch")
-
-
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", model_factory.VARIANTS)
 def test_logits_equal_transformers(name, models):
     folder = model_factory.make(name, models)
@@ -87,7 +68,6 @@ def test_block_size_does_not_matter(block_size, models):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_bfloat16_is_near(name, models):
     folder = model_factory.make(name, models)
@@ -103,7 +83,6 @@ def test_bfloat16_is_near(name, models):
         assert ours_off < 1.5 * spread + 0.01, f"{ours_off} from float32, transformers {spread}"
 
 
-@pytest.mark.usefixtures("products")
 def test_greedy_tokens_equal_transformers(models):
     """Every next token stands as −1 − slot in the plan and is taken from the last samples."""
     folder = model_factory.make("qwen3", models)
@@ -137,7 +116,6 @@ def test_greedy_tokens_equal_transformers(models):
         assert ours == theirs[0, len(tokens) :].tolist()
 
 
-@pytest.mark.usefixtures("products")
 def test_copies_are_applied_before_the_first_layer(models):
     """Two sequences share a whole block; the second gets a copy of the partial one."""
     folder = model_factory.make("llama", models)

@@ -14,34 +14,15 @@ import gguf_factory
 import model_factory
 from fastserve import host
 from fastserve.errors import ModelError
-from fastserve.layers import Buffers
 from fastserve.models.memory import KvDType
 from fastserve.models.resolve import resolve
 from fastserve.models.tensors import DType
-from fastserve.models.torch_decoder import known_tokens
 from fastserve.runner import CpuRunner
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     return model_factory.make("llama", tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def threads():
-    """torch's number of threads belongs to the whole process: put it back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_unknown_tokens_are_the_slots_last_samples():
-    token_ids = np.array([5, -1, 7, -4, 0], dtype=np.int32)
-    last_samples = np.array([50, 51, 52, 53], dtype=np.int32)
-    assert known_tokens(token_ids, last_samples).tolist() == [5, 50, 7, 53, 0]
-    assert token_ids.tolist() == [5, -1, 7, -4, 0]
-    few = known_tokens(np.array([300], dtype=np.int32), last_samples)
-    assert few.tolist() == [300]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +35,7 @@ def test_unknown_tokens_are_the_slots_last_samples():
     ],
 )
 def test_auto_is_the_files_format_where_that_is_fast(
-    stored, native, want, folder, tmp_path, monkeypatch, threads
+    stored, native, want, folder, tmp_path, monkeypatch
 ):
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     tensors = load_file(copy / "model.safetensors")
@@ -65,9 +46,11 @@ def test_auto_is_the_files_format_where_that_is_fast(
     monkeypatch.setattr("fastserve.runner.multiplies_bfloat16", lambda pool: native)
     runner = CpuRunner.load(resolve(copy), num_threads=1)
     assert (runner.dtype, runner.kv_dtype) == (want, want)
+    formats = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    assert runner.weights.formats() == [formats[stored]], "as stored"
 
 
-def test_auto_dequantizes_to_float32(folder, tmp_path, threads):
+def test_auto_dequantizes_to_float32(folder, tmp_path):
     path = gguf_factory.convert(folder, tmp_path / "model.gguf", "Q8_0")
     assert CpuRunner.load(resolve(path), num_threads=1).dtype is DType.FLOAT32
 
@@ -76,7 +59,7 @@ def test_auto_dequantizes_to_float32(folder, tmp_path, threads):
     ("stored", "token_bytes"),
     [("float32", 64 * 4), ("bfloat16", 64 * 2), ("int8", 64 + 2 * 4)],
 )
-def test_keys_and_values_may_be_kept_in_another_format(stored, token_bytes, folder, threads):
+def test_keys_and_values_may_be_kept_in_another_format(stored, token_bytes, folder):
     """Of two heads of 32 each; int8 has a scale of four bytes for each."""
     runner = CpuRunner.load(resolve(folder), dtype="float32", kv_cache_dtype=stored, num_threads=1)
     assert (runner.dtype, runner.kv_dtype) == (DType.FLOAT32, KvDType(stored))
@@ -88,26 +71,13 @@ def test_keys_and_values_may_be_kept_in_another_format(stored, token_bytes, fold
         assert runner._cache.kv.nbytes == 10 * num_bytes, "as announced"
 
 
-def test_threads_go_to_whoever_multiplies(folder, threads, monkeypatch):
-    usable = host.cpus().num_usable
-    torch.set_num_threads(1)
-    for asked, num_threads in ((2, 2), (None, usable)):
+def test_threads_are_as_many_as_asked_for(folder):
+    for asked, num_threads in ((2, 2), (None, host.cpus().num_usable)):
         runner = CpuRunner.load(resolve(folder), dtype="float32", num_threads=asked)
-        assert (torch.get_num_threads(), runner.pool.num_threads) == (1, num_threads)
-    monkeypatch.setattr("fastserve.runner.multiplies_bfloat16", lambda pool: True)
-    runner = CpuRunner.load(resolve(folder), dtype="bfloat16", num_threads=2)
-    assert (torch.get_num_threads(), runner.pool.num_threads) == (2, 2)
+        assert runner.pool.num_threads == num_threads
 
 
-def test_bfloat16_does_without_torch_where_there_is_none(folder, threads, monkeypatch):
-    """As elsewhere: our products, and the same numbers as where torch cannot multiply natively."""
-    monkeypatch.setattr("fastserve.runner.multiplies_bfloat16", lambda pool: True)
-    monkeypatch.setattr("fastserve.runner.missing", lambda extra: [extra])
-    runner = CpuRunner.load(resolve(folder), dtype="bfloat16", num_threads=1)
-    assert runner.weights.is_packed
-
-
-def test_heads_that_the_kernels_do_not_take_are_refused_at_load(tmp_path, threads):
+def test_heads_that_the_kernels_do_not_take_are_refused_at_load(tmp_path):
     folder = model_factory.make("llama", tmp_path, head_dim=12)
     with pytest.raises(ModelError) as caught:
         CpuRunner.load(resolve(folder), num_threads=1)
@@ -117,20 +87,7 @@ def test_heads_that_the_kernels_do_not_take_are_refused_at_load(tmp_path, thread
     )
 
 
-def test_a_step_before_the_cache_is_a_bug(folder, threads):
+def test_a_step_before_the_cache_is_a_bug(folder):
     runner = CpuRunner.load(resolve(folder), num_threads=1)
     with pytest.raises(RuntimeError, match="allocate_kv comes before"):
         runner.forward(None, np.zeros(1, dtype=np.int32))
-
-
-def test_buffers_are_kept_until_a_larger_step_comes():
-    buffers = Buffers({"a": 3, "b": 5}, torch.float32)
-    first = buffers.rows(4)
-    assert {name: tuple(tensor.shape) for name, tensor in first.items()} == {
-        "a": (4, 3),
-        "b": (4, 5),
-    }
-    smaller = buffers.rows(2)["a"]
-    assert smaller.data_ptr() == first["a"].data_ptr()
-    assert smaller.is_contiguous()
-    assert buffers.rows(9)["b"].shape == (9, 5)

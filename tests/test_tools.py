@@ -193,6 +193,23 @@ def test_kernels_that_stand_still_are_refused(name, want):
     assert emulator().is_too_old(name) == want
 
 
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [
+        ("=====\n  Bochs x86 Emulator 3.0\n", ("sapphire_rapids", ["amx", "amx_int8", "amx_bf16"])),
+        ("  Bochs x86 Emulator 2.7\n", ("tigerlake", [])),
+    ],
+)
+def test_the_emulated_processor_is_the_newest_that_is_known(said, want, monkeypatch):
+    tool = emulator()
+    result = subprocess.CompletedProcess(["bochs"], 0, stdout="", stderr=said)
+    monkeypatch.setattr(tool.subprocess, "run", lambda *args, **kwargs: result)
+    assert tool.processor(tool.bochs_version()) == want
+    result.stderr = "bochs: something else"
+    with pytest.raises(SystemExit, match="says no version"):
+        tool.bochs_version()
+
+
 def test_what_the_emulator_lacks_is_named(monkeypatch, capsys):
     tool = emulator()
     monkeypatch.setattr(tool.shutil, "which", lambda name: None if name == "bochs" else name)

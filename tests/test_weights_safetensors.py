@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 import model_factory
 from fastserve.errors import ModelError
 from fastserve.models.checkpoint import Checkpoint
+from fastserve.models.packed import PackedMatrix
 from fastserve.models.resolve import resolve
-from fastserve.models.tensors import Array, DType
-from fastserve.models.torch_weights import as_torch
+from fastserve.models.tensors import DType
 from fastserve.models.weights import DecoderWeights, Packing, load_weights
+from packed_rows import as_floats
 
 
 @pytest.fixture(scope="session")
@@ -34,17 +35,23 @@ def copy(folder, tmp_path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "model"))
 
 
-def load(folder: Path, dtype: DType = DType.FLOAT32, **options) -> DecoderWeights[Array]:
-    source = resolve(folder)
-    return load_weights(Checkpoint.from_folder(source.path), source.config(), dtype, **options)
+def load(folder: Path, dtype: DType = DType.FLOAT32, **options) -> DecoderWeights:
+    source, packing = resolve(folder), options.pop("packing", Packing.AS_COMPUTED)
+    checkpoint = Checkpoint.from_folder(source.path)
+    return load_weights(checkpoint, source.config(), dtype, packing=packing, **options)
 
 
 def stored(folder: Path, name: str) -> np.ndarray:
     return load_file(folder / "model.safetensors")[name].numpy()
 
 
-def same(ours: object, theirs: np.ndarray) -> bool:
-    return isinstance(ours, np.ndarray) and np.array_equal(ours, theirs)
+def numbers(ours: PackedMatrix | np.ndarray | None) -> np.ndarray:
+    assert ours is not None
+    return as_floats(ours) if isinstance(ours, PackedMatrix) else ours
+
+
+def same(ours: PackedMatrix | np.ndarray | None, theirs: np.ndarray) -> bool:
+    return np.array_equal(numbers(ours), theirs)
 
 
 def test_rows_of_fused_weights_are_the_files_tensors(folder):
@@ -68,38 +75,27 @@ def test_numbers_are_rounded_once(kept, computed, copy):
     weights = load(copy, computed)
     name = "model.layers.0.mlp.down_proj.weight"
     want = load_file(path)[name].to(getattr(torch, computed))
-    down = as_torch(weights).layers[0].down
-    assert down.dtype == want.dtype
-    assert torch.equal(down, want)
-    assert {array.dtype for array in (weights.embedding, weights.norm)} == {computed.numpy}
-    assert (weights.dtype, weights.norm.itemsize) == (computed, computed.itemsize)
+    down = weights.layers[0].down
+    assert down.weight.formats == [computed.format_name]
+    assert same(down, want.float().numpy())
+    assert (weights.dtype, weights.norm.dtype) == (computed, computed.numpy)
 
 
-def test_tensors_share_the_memory_of_the_arrays(folder, tmp_path):
-    weights = load(folder, DType.BFLOAT16)
-    tensors = as_torch(weights)
-    layer, theirs = weights.layers[1], tensors.layers[1]
-    for name in layer.__slots__:
-        array, tensor = getattr(layer, name), getattr(theirs, name)
-        assert (array is None) == (tensor is None)
-        if array is not None:
-            assert tensor.data_ptr() == array.ctypes.data
-            assert (tensor.dtype, tensor.shape) == (torch.bfloat16, array.shape)
-    tied = model_factory.make("llama", tmp_path)
-    tensors = as_torch(load(tied))
-    assert tensors.lm_head.data_ptr() == tensors.embedding.data_ptr()
-    with pytest.raises(TypeError, match="load them without a packing"):
-        as_torch(load(tied, packing=Packing.AS_COMPUTED))
+def test_tied_embeddings_are_one_matrix(folder, tmp_path):
+    apart = load(folder)
+    assert apart.lm_head is not apart.embedding
+    tied = load(model_factory.make("llama", tmp_path))
+    assert tied.lm_head is tied.embedding
 
 
 def test_shards_equal_one_file(folder, tmp_path):
     sharded = model_factory.make("llama-biases", tmp_path, max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
     one, many = load(folder), load(sharded, num_threads=2)
-    assert same(one.embedding, many.embedding)
+    assert same(one.embedding, numbers(many.embedding))
     for ours, theirs in zip(one.layers, many.layers, strict=True):
-        assert same(ours.qkv, theirs.qkv)
-        assert same(ours.down, theirs.down)
+        assert same(ours.qkv, numbers(theirs.qkv))
+        assert same(ours.down, numbers(theirs.down))
 
 
 def test_progress_counts_every_byte_once(folder):
@@ -131,11 +127,12 @@ def test_peak_memory_is_the_weights_and_a_buffer(tmp_path):
         from fastserve.models.checkpoint import Checkpoint
         from fastserve.models.resolve import resolve
         from fastserve.models.tensors import DType
-        from fastserve.models.weights import load_weights
+        from fastserve.models.weights import Packing, load_weights
         source = resolve({str(folder)!r})
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         checkpoint = Checkpoint.from_folder(source.path)
-        weights = load_weights(checkpoint, source.config(), DType.FLOAT32, num_threads=2)
+        weights = load_weights(checkpoint, source.config(), DType.FLOAT32,
+                               packing=Packing.AS_COMPUTED, num_threads=2)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(weights.num_bytes() >> 20, (after - before) >> 10)
         """
@@ -174,14 +171,15 @@ def test_loads_without_torch(folder):
             print(loaded.embedding.weight.formats[0], loaded.num_bytes())
         for dtype in DType:
             loaded = weights.load_weights(
-                checkpoint.Checkpoint.from_folder(folder.path), folder.config(), dtype)
-            print(loaded.dtype, loaded.layers[0].down.dtype)
+                checkpoint.Checkpoint.from_folder(folder.path), folder.config(), dtype,
+                packing=weights.Packing.AS_COMPUTED)
+            print(loaded.dtype, loaded.layers[0].down.weight.formats[0])
         """
     )
     assert printed.split() == [
         *("Q8_0", "96576768", "F32", "538060032"),
         *("I8", "136257792"),  # A byte a number and eight a row; 61 norms.
-        *("float32", "float32", "bfloat16", "uint16"),
+        *("float32", "F32", "bfloat16", "BF16"),
     ]
 
 

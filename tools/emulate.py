@@ -2,11 +2,13 @@
 
     make test-avx512                           the kernels' quick tests; takes long
     make test-avx512 ARGS="--tests product"    some of them
-    make test-avx512 ARGS="--cpu corei7_skylake_x"
+    make test-avx512 ARGS="--cpu corei7_skylake_x --without"
     make test-avx512 ARGS="--kernel FILE"      a Linux kernel image of your own
 
-Bochs emulates an x86 processor with AVX-512 and VNNI, instruction by instruction. It starts a Linux
-kernel whose only program runs the test binaries, one after the other, and prints what they print.
+Bochs emulates an x86 processor with AVX-512 and VNNI, instruction by instruction; version 2.8 and
+later (Debian 13 has 3.0) know one with BF16, and can take from it what a kernel need not meet: AMX.
+It starts a Linux kernel whose only program runs the test binaries, one after the other, and prints
+what they print.
 That is some hundred times slower than a processor: the tests are those that take a second on one.
 The kernel is the newest of ``/boot``, or else Debian's cloud kernel, which apt-get fetches. Linux
 6.12 (Debian 13's) is known to work; Linux 6.1 (Debian 12's) stands still, and is refused.
@@ -37,13 +39,15 @@ REMEDY = (
     "`apt-get install bochs bochs-term bochsbios vgabios busybox-static cpio xorriso isolinux "
     "syslinux-common binutils`"
 )
-QUICK = ("lib", "int8", "quantized", "decode", "decoder", "sampling", "elementwise")
+QUICK = ("lib", "int8", "bf16", "quantized", "decode", "decoder", "sampling", "elementwise")
 OLDEST_KERNEL = (6, 12)
+OLDEST_WITH_BF16 = (2, 8)
 DONE = "every test was run"
 
 INIT = f"""#!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t tmpfs tmpfs /tmp
+echo instruction sets: $(/bin/busybox grep -m 1 -o "avx[^ ]*" /proc/cpuinfo)
 for test in /tests/*; do
     echo "running $test"
     "$test" --test-threads=1
@@ -99,7 +103,8 @@ def main() -> int:
     parser.add_argument(
         "--tests", nargs="+", default=QUICK, help="`lib`, or files of rust/cpu/tests"
     )
-    parser.add_argument("--cpu", default="tigerlake", help="a processor of `bochs --help cpu`")
+    parser.add_argument("--cpu", help="of `bochs --help cpu`; by default the newest that is known")
+    parser.add_argument("--without", nargs="*", help="what is taken from it; by default AMX")
     parser.add_argument("--kernel", type=Path, help="a Linux kernel image; by default a Debian one")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for all of it")
     arguments = parser.parse_args()
@@ -117,8 +122,11 @@ def main() -> int:
         )
         return 1
     image = make_image(binaries(arguments.tests), image_of)
+    cpu, without = processor(bochs_version())
+    if arguments.without is not None:
+        without = arguments.without
     lines = []
-    for line in boot(image, arguments.cpu, arguments.timeout):
+    for line in boot(image, arguments.cpu or cpu, without, arguments.timeout):
         print(line, flush=True)
         lines.append(line)
     return verdict(lines, len(arguments.tests))
@@ -134,6 +142,22 @@ def missing() -> list[str]:
     """What is not installed."""
     programs = [name for name in PROGRAMS if shutil.which(name) is None]
     return programs + [str(path) for path in BOOT_FILES if not path.exists()]
+
+
+def bochs_version() -> tuple[int, int]:
+    """Of the emulator that is installed."""
+    said = subprocess.run(["bochs", "--help"], capture_output=True, text=True, check=False)
+    found = re.search(r"Bochs x86 Emulator (\d+)\.(\d+)", said.stdout + said.stderr)
+    if found is None:
+        sys.exit("fastserve: `bochs --help` says no version")
+    return int(found[1]), int(found[2])
+
+
+def processor(version: tuple[int, int]) -> tuple[str, list[str]]:
+    """The newest that a version of Bochs has and Linux is known to start on, and without what."""
+    if version >= OLDEST_WITH_BF16:
+        return "sapphire_rapids", ["amx", "amx_int8", "amx_bf16", "cet", "uintr"]
+    return "tigerlake", []
 
 
 def binaries(names: list[str]) -> dict[str, Path]:
@@ -209,11 +233,13 @@ def libraries(binary: Path) -> list[Path]:
     return [Path(path) for path in re.findall(r"(/\S+) \(0x", listed.stdout)]
 
 
-def boot(image: Path, cpu: str, timeout_s: float) -> Iterator[str]:
+def boot(image: Path, cpu: str, without: list[str], timeout_s: float) -> Iterator[str]:
     """Run the emulator, line by line of what its serial port says, until all tests were run."""
     serial, config = FOLDER / "serial.txt", FOLDER / "bochsrc"
     serial.write_text("")
     log = FOLDER / "bochs.log"
+    if without:
+        cpu += f', exclude_features="{" ".join(without)}"'
     config.write_text(BOCHSRC.format(cpu=cpu, image=image, serial=serial, log=log))
     # Where Debian's Bochs has its debugger, that asks first.
     commands = FOLDER / "debugger.rc"

@@ -8,7 +8,7 @@
         print(llm.generate("The capital of France is", SamplingParams(max_tokens=8)))
 
 Names are imported when they are first used, so that ``fastserve.core``, the scheduler alone, needs
-neither torch nor a model.
+no model.
 """
 
 from __future__ import annotations

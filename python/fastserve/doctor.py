@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fastserve import _core, host
 from fastserve.extras import BASE, how_to_install, missing
+from fastserve.kernels.pool import ISA_VARIABLE
 
 __all__ = ["Report", "Section", "examine"]
 
@@ -38,11 +39,8 @@ _INSTRUCTION_SETS = {
     "bf16": "BF16",
     "sve": "SVE",
 }
-_PURPOSES = {
-    "torch": "makes bfloat16 models faster where the processor multiplies bfloat16",
-    "server": "for fastserve serve",
-}
-_LIBRARIES = ("torch", "fastapi", "uvicorn")
+_PURPOSES = {"server": "for fastserve serve"}
+_LIBRARIES = ("fastapi", "uvicorn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +104,23 @@ def _processor(problems: list[str]) -> Iterator[tuple[str, str]]:
     flags = cpu.get("flags", cpu.get("Features", "")).split()
     sets = [name for flag, name in _INSTRUCTION_SETS.items() if flag in flags]
     yield "instruction sets", ", ".join(sets) or "none that matter"
-    chosen = os.environ.get("FASTSERVE_CPU_ISA")
+    chosen = os.environ.get(ISA_VARIABLE)
     if chosen and chosen not in _core.cpu.available_isas():
         problems.append(
-            f"FASTSERVE_CPU_ISA={chosen}: this machine has {', '.join(_core.cpu.available_isas())}"
+            f"{ISA_VARIABLE}={chosen}: this machine has {', '.join(_core.cpu.available_isas())}"
         )
     others = [isa for isa in _core.cpu.available_isas() if isa != _core.cpu.detect_isa()]
-    path = chosen or _core.cpu.detect_isa()
+    path = _kernels()
     yield "kernels", f"{path} (also built: {', '.join(others)})" if others else path
     yield "cores", f"{cpus.num_online} online, {cpus.num_allowed} allowed to this process"
     quota = "none" if cpus.quota is None else f"{cpus.quota:g} cores"
     yield "container limit", quota
     yield "threads", f"{cpus.num_usable} (--num-threads)"
+
+
+def _kernels() -> str:
+    """The instruction set that kernels use: what is asked for, or the best there is."""
+    return os.environ.get(ISA_VARIABLE) or _core.cpu.detect_isa()
 
 
 def _memory(problems: list[str]) -> Iterator[tuple[str, str]]:
@@ -138,14 +141,12 @@ def _memory(problems: list[str]) -> Iterator[tuple[str, str]]:
 def _formats(problems: list[str]) -> Iterator[tuple[str, str]]:
     from fastserve.models.tensors import COMMON_FORMATS
 
-    flags = _cpuinfo().get("flags", "").split()
-    has_bfloat16 = "avx512_bf16" in flags or "amx_bf16" in flags
     yield "float32", "computed natively"
     yield (
         "bfloat16",
         "matrix products natively, attention and the rest through float32"
-        if has_bfloat16
-        else "computed through float32: this processor has no bfloat16 instructions",
+        if _kernels().endswith("bf16")
+        else "computed through float32: no AVX-512 BF16 here",
     )
     kept = [name for name in COMMON_FORMATS if name not in ("F32", "F16", "BF16")]
     yield "file formats", f"{', '.join(kept)}: multiplied as they are; others become float32"

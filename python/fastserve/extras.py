@@ -25,7 +25,7 @@ BASE: Final = (
 )
 """What the base install has."""
 
-EXTRAS: Final = {"torch": ("torch>=2.8",), "server": ("fastapi>=0.115", "uvicorn>=0.34")}
+EXTRAS: Final = {"server": ("fastapi>=0.115", "uvicorn>=0.34")}
 """What each extra installs."""
 
 

@@ -15,7 +15,6 @@ from fastserve._core import cpu
 from fastserve.arena import PlanView, Words
 from fastserve.costs import MIN_POSITIONS, StepCosts
 from fastserve.errors import ModelError
-from fastserve.extras import missing
 from fastserve.kernels.pool import make_pool, multiplies_bfloat16
 from fastserve.models.checkpoint import Checkpoint
 from fastserve.models.config import DecoderConfig
@@ -61,18 +60,12 @@ class Runner(Protocol):
         """
 
 
-class _Decoder(Protocol):
-    """What computes a step. ``NativeDecoder`` documents it."""
-
-    def forward(self, plan: PlanView, last_samples: Words, cache: KvCache) -> Logits: ...
-
-
 class CpuRunner:
     """A model on the CPU. One thread at a time steps it.
 
     Args:
         config: The architecture.
-        weights: Packed for our products; not packed, they are multiplied by torch.
+        weights: Packed.
         pool: Threads that compute.
         kv_dtype: What keys and values are stored as.
     """
@@ -91,7 +84,7 @@ class CpuRunner:
         self.pool = pool
         self.kv_dtype = kv_dtype
         self.weights = weights
-        self._decoder = _decoder(config, weights, pool)
+        self._decoder = NativeDecoder(config, weights, pool)
         self._cache: KvCache | None = None
 
     @classmethod
@@ -111,8 +104,7 @@ class CpuRunner:
             source: From :func:`fastserve.models.resolve.resolve`.
             dtype: ``float32`` or ``bfloat16``, which weights are converted to. ``auto``: weights
                 stay in the file's format where a kernel knows it; bfloat16 is computed in where
-                the file has it, the processor multiplies it and torch is installed, otherwise
-                float32.
+                the file has it and the processor multiplies it, otherwise float32.
             kv_cache_dtype: ``float32``, ``bfloat16`` or ``int8``: what keys and values are stored
                 as; ``auto`` is what is computed in.
             quantization: ``int8`` or ``int4``: what weights become, whatever the file has
@@ -138,7 +130,7 @@ class CpuRunner:
             checkpoint,
             config,
             computed,
-            packing=Packing(quantization) if quantization else _packing(dtype, computed, pool),
+            packing=Packing(quantization) if quantization else _packing(dtype),
             num_threads=threads,
             progress=progress,
         )
@@ -209,29 +201,13 @@ class CpuRunner:
         return self._decoder.forward(plan, last_samples, self._cache)
 
 
-def _decoder(config: DecoderConfig, weights: DecoderWeights, pool: cpu.Pool) -> _Decoder:
-    if weights.is_packed:
-        return NativeDecoder(config, weights, pool)
-    from fastserve.models.torch_decoder import on_cpu  # Late: it imports torch.
-
-    return on_cpu(config, weights, pool)
-
-
-def _torch_multiplies(pool: cpu.Pool) -> bool:
-    """Whether torch is here and has instructions for bfloat16 that our products do not use yet."""
-    return multiplies_bfloat16(pool) and not missing("torch")
-
-
 def _auto_dtype(checkpoint: Checkpoint, pool: cpu.Pool) -> DType:
     """The file's own format where that is fast, and otherwise one that loses nothing of it."""
-    as_stored = checkpoint.main_format() == "BF16" and _torch_multiplies(pool)
+    as_stored = checkpoint.main_format() == "BF16" and multiplies_bfloat16(pool)
     return DType.BFLOAT16 if as_stored else DType.FLOAT32
 
 
-def _packing(dtype: str, computed: DType, pool: cpu.Pool) -> Packing | None:
-    """Our own products, except where torch's are faster."""
-    if computed is DType.BFLOAT16 and _torch_multiplies(pool):
-        return None
+def _packing(dtype: str) -> Packing:
     return Packing.AS_STORED if dtype == "auto" else Packing.AS_COMPUTED
 
 

@@ -1,1 +1,1 @@
-"""Kernels of the back ends, on torch tensors. ``cpu`` wraps ``fastserve._core.cpu``."""
+"""Kernels of the back ends: the CPU's are ``fastserve._core.cpu``, which run on a ``pool``."""

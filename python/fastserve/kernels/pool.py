@@ -31,5 +31,5 @@ def make_pool(num_threads: int | None = None, isa: str | None = None) -> cpu.Poo
 
 
 def multiplies_bfloat16(pool: cpu.Pool) -> bool:
-    """Whether its processor has instructions for products of bfloat16."""
+    """Whether its instruction set has products of bfloat16."""
     return pool.isa.endswith("bf16")

@@ -5,7 +5,6 @@
 - ``safetensors_file``, ``gguf_file``: headers, read into ``tensors``.
 - ``checkpoint``, ``dequant``, ``packed``, ``weights``: numbers into fused matrices.
 - ``native``: the forward pass. ``rope`` and ``memory`` are what it needs beside weights.
-- ``torch_decoder``, ``torch_weights``: the same on torch tensors. Nothing else here needs torch.
 
-Nothing is imported here, so that a name can be resolved and a tokenizer made without torch.
+Nothing is imported here, so that a name can be resolved without what runs a model.
 """

@@ -1,9 +1,8 @@
 """The architecture record: everything that tells one supported decoder from another.
 
-There is one decoder, written once for our own kernels (``native.py``) and once for torch's products
-(``torch_decoder.py``). What differs between Llama, Mistral, Qwen2
-and Qwen3 is in :class:`DecoderConfig`, which is filled from a ``config.json`` (``hf_config.py``) or
-from GGUF metadata (``gguf_config.py``). Code that runs a model never asks for its family.
+There is one decoder (``native.py``). What differs between Llama, Mistral, Qwen2 and Qwen3 is in
+:class:`DecoderConfig`, which is filled from a ``config.json`` (``hf_config.py``) or from GGUF
+metadata (``gguf_config.py``). Code that runs a model never asks for its family.
 """
 
 from __future__ import annotations

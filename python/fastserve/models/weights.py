@@ -5,8 +5,8 @@ Projections that read the same input are stored as one matrix, so that each is o
     qkv      [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]    queries, keys, values
     gate_up  [2 * intermediate_size, hidden_size]                          gate, up
 
-On a CPU they may be packed for our own products instead, in the number format of the file or as
-int8 (:mod:`fastserve.models.packed`).
+They are packed for our own products, in the number format of the file or another one
+(:mod:`fastserve.models.packed`).
 
 The matrices are allocated first. Then every tensor of the checkpoint is read, a buffer at a time,
 into the rows that are its own, in the order of the file. Peak memory is the weights and a buffer a
@@ -54,9 +54,6 @@ class Packing(Enum):
     eight bits in groups of 32 with a scale (Q8_0) for the embedding and ``lm_head``."""
 
 
-Matrix: TypeAlias = Array | PackedMatrix
-"""A projection: plain numbers, or packed for the CPU's product kernels."""
-
 _IGNORED: Final = ("rotary_emb.inv_freq",)
 _ROPE_DIVISORS: Final = "rope_divisors.weight"
 _OF_VOCABULARY: Final = ("embedding.weight", "lm_head.weight")
@@ -67,16 +64,16 @@ class LayerWeights:
     """One layer. Biases and head norms are ``None`` where the architecture has none."""
 
     attention_norm: Array
-    qkv: Matrix
+    qkv: PackedMatrix
     qkv_bias: Array | None
     q_norm: Array | None
     k_norm: Array | None
-    output: Matrix
+    output: PackedMatrix
     output_bias: Array | None
     mlp_norm: Array
-    gate_up: Matrix
+    gate_up: PackedMatrix
     gate_up_bias: Array | None
-    down: Matrix
+    down: PackedMatrix
     down_bias: Array | None
 
 
@@ -95,47 +92,41 @@ class DecoderWeights:
     """
 
     dtype: DType
-    embedding: Matrix
+    embedding: PackedMatrix
     layers: list[LayerWeights]
     norm: Array
-    lm_head: Matrix
+    lm_head: PackedMatrix
     rope_divisors: NDArray[np.float32] | None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether matrices are packed for our own products."""
-        return isinstance(self.lm_head, PackedMatrix)
 
     def num_bytes(self) -> int:
         """Memory that the weights take."""
-        return sum(matrix.nbytes for matrix in self._matrices())
+        return sum(weight.nbytes for weight in self._weights())
 
     def formats(self) -> list[str]:
         """Names of the formats that the matrices are in, each once."""
         found: dict[str, None] = {}
         for matrix in self._matrices():
-            if isinstance(matrix, PackedMatrix):
-                found |= dict.fromkeys(matrix.weight.formats)
-            elif matrix.ndim > 1:
-                found[DType.of(matrix).format_name] = None
+            found |= dict.fromkeys(matrix.weight.formats)
         return list(found)
 
     def close(self) -> None:
-        """Everything was read: put packed matrices together."""
+        """Everything was read: put the matrices together."""
         for matrix in self._matrices():
-            if isinstance(matrix, PackedMatrix):
-                matrix.close()
+            matrix.close()
 
-    def _matrices(self) -> Iterator[Matrix]:
+    def _matrices(self) -> Iterator[PackedMatrix]:
+        return (weight for weight in self._weights() if isinstance(weight, PackedMatrix))
+
+    def _weights(self) -> Iterator[Array | PackedMatrix]:
         """Each once."""
         yield from (self.embedding, self.norm)
         if self.lm_head is not self.embedding:
             yield self.lm_head
         for layer in self.layers:
             for name in LayerWeights.__slots__:
-                matrix = getattr(layer, name)
-                if matrix is not None:
-                    yield matrix
+                weight = getattr(layer, name)
+                if weight is not None:
+                    yield weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +146,7 @@ def load_weights(
     config: DecoderConfig,
     dtype: DType,
     *,
-    packing: Packing | None = None,
+    packing: Packing,
     num_threads: int = 1,
     progress: Progress | None = None,
 ) -> DecoderWeights:
@@ -165,7 +156,7 @@ def load_weights(
         checkpoint: The tensors.
         config: The architecture.
         dtype: What is computed in, and what tensors are converted to.
-        packing: How matrices are packed for the CPU's products; ``None``: they are arrays.
+        packing: What matrices keep their numbers as.
         num_threads: Threads that read.
         progress: Called as the numbers come in.
 
@@ -254,7 +245,7 @@ class _Allocation:
         self,
         config: DecoderConfig,
         dtype: DType,
-        packing: Packing | None,
+        packing: Packing,
         has_divisors: bool,
         empty: Callable[[tuple[int, ...], np.dtype[Any]], Array],
     ) -> None:
@@ -291,14 +282,14 @@ class _Allocation:
         return LayerWeights(
             attention_norm=whole(f"{at}attention_norm.weight", hidden),
             qkv=stacked(at, heads, hidden),
-            qkv_bias=fused(at, heads, "bias") if config.qkv_bias else None,
+            qkv_bias=fused(at, heads) if config.qkv_bias else None,
             q_norm=whole(f"{at}q_norm.weight", head) if config.qk_norm else None,
             k_norm=whole(f"{at}k_norm.weight", head) if config.qk_norm else None,
             output=matrix(f"{at}output.weight", hidden, config.q_size),
             output_bias=whole(f"{at}output.bias", hidden) if config.output_bias else None,
             mlp_norm=whole(f"{at}mlp_norm.weight", hidden),
             gate_up=stacked(at, halves, hidden),
-            gate_up_bias=fused(at, halves, "bias") if config.mlp_bias else None,
+            gate_up_bias=fused(at, halves) if config.mlp_bias else None,
             down=matrix(f"{at}down.weight", hidden, inner),
             down_bias=whole(f"{at}down.bias", hidden) if config.mlp_bias else None,
         )
@@ -308,9 +299,7 @@ class _Allocation:
         self.parts.append(_Part(name, array))
         return array
 
-    def _matrix(self, name: str, num_rows: int, num_cols: int) -> Matrix:
-        if self.packing is None:
-            return self._whole(name, num_rows, num_cols)
+    def _matrix(self, name: str, num_rows: int, num_cols: int) -> PackedMatrix:
         return PackedMatrix([self._packed(name, num_rows, num_cols)])
 
     def _packed(self, name: str, num_rows: int, num_cols: int, num_heads: int = 0) -> PackedRows:
@@ -324,9 +313,7 @@ class _Allocation:
         self.parts.append(_Part(name, rows, num_heads))
         return rows
 
-    def _stacked(self, at: str, sizes: dict[str, int], num_cols: int) -> Matrix:
-        if self.packing is None:
-            return self._fused(at, sizes, "weight", num_cols)
+    def _stacked(self, at: str, sizes: dict[str, int], num_cols: int) -> PackedMatrix:
         num_heads = {"q": self.config.num_q_heads, "k": self.config.num_kv_heads}
         return PackedMatrix(
             [
@@ -335,13 +322,14 @@ class _Allocation:
             ]
         )
 
-    def _fused(self, at: str, sizes: dict[str, int], role: str, *inner: int) -> Array:
-        array = self._empty((sum(sizes.values()), *inner), self.dtype.numpy)
+    def _fused(self, at: str, sizes: dict[str, int]) -> Array:
+        """Biases of a fused projection."""
+        array = self._empty((sum(sizes.values()),), self.dtype.numpy)
         num_heads = {"q": self.config.num_q_heads, "k": self.config.num_kv_heads}
         first = 0
         for kind, count in sizes.items():
             rows = array[first : first + count]
-            self.parts.append(_Part(f"{at}{kind}.{role}", rows, num_heads.get(kind, 0)))
+            self.parts.append(_Part(f"{at}{kind}.bias", rows, num_heads.get(kind, 0)))
             first += count
         return array
 

@@ -11,8 +11,7 @@ pub enum Isa {
     Avx512,
     /// The same and VNNI, which products of int8 use. Everything else is as with `Avx512`.
     Vnni,
-    /// The same on a machine that has BF16 too: every processor that has it has VNNI. The kernels here
-    /// are those of `Vnni`; that bfloat16 pays in matrix products is for callers to know.
+    /// The same and BF16, which products of bfloat16 use. Every processor that has it has VNNI.
     Avx512Bf16,
 }
 

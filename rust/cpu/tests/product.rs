@@ -5,7 +5,8 @@
 mod common;
 
 use common::blocks::{meaning, random_block};
-use common::{Buffer, DTYPES, Noise, pools};
+use common::chains::{chain, is_fused};
+use common::{Buffer, DTYPES, Noise, isas, pools};
 use fastserve_cpu::{DType, Isa, Packed, Pool, Weight, WeightFormat, gather, linear};
 
 /// Shapes around every edge: rows of a tile, of a block; panels, strips; groups, pieces of K.
@@ -57,20 +58,6 @@ impl Stored {
     }
 }
 
-/// What defines an element of the result: a sum over chains of 128.
-fn chain(isa: Isa, x: &[f32], w: &[f32], bias: Option<f32>) -> f32 {
-    let fused = isa != Isa::Portable || cfg!(target_arch = "aarch64");
-    let mut total = 0.0_f32;
-    for (x, w) in x.chunks(128).zip(w.chunks(128)) {
-        let mut sum = 0.0_f32;
-        for (&x, &w) in x.iter().zip(w) {
-            sum = if fused { x.mul_add(w, sum) } else { x * w + sum };
-        }
-        total += sum;
-    }
-    bias.map_or(total, |bias| total + bias)
-}
-
 struct Case {
     parts: Vec<Stored>,
     rows: usize,
@@ -95,7 +82,7 @@ fn check(case: &Case, pool: &Pool, noise: &mut Noise) {
         let x: Vec<f32> = (0..len).map(|k| x.get(row, k)).collect();
         for (col, w) in numbers.iter().enumerate() {
             let bias = bias.as_ref().map(|bias| bias.get(0, col));
-            want.set(0, 0, chain(pool.isa(), &x, w, bias));
+            want.set(0, 0, chain(is_fused(pool.isa()), &x, w, bias));
             let (got, want) = (out.get(row, col), want.get(0, 0));
             assert_eq!(
                 got.to_bits(),
@@ -140,17 +127,18 @@ fn every_format_and_shape() {
 fn parts_of_several_formats() {
     let mut noise = Noise::new(2);
     for pool in pools() {
-        for rows in [1, 3, 6, 21] {
+        for (rows, x_dtype) in [1, 3, 6, 21].into_iter().flat_map(|n| DTYPES.map(|d| (n, d))) {
             let part = |format, rows, noise: &mut Noise| Stored::new(format, rows, 256, noise);
             let case = Case {
                 parts: vec![
                     part(WeightFormat::Q4K, 70, &mut noise),
                     part(WeightFormat::Q6K, 1, &mut noise),
+                    part(WeightFormat::Bf16, 33, &mut noise),
                     part(WeightFormat::F32, 33, &mut noise),
                     part(WeightFormat::Q8_0, 16, &mut noise),
                 ],
                 rows,
-                x_dtype: DType::F32,
+                x_dtype,
                 out_dtype: DType::F32,
                 bias: Some(DType::F32),
             };
@@ -164,7 +152,7 @@ fn parts_of_several_formats() {
 fn large_enough_to_be_shared() {
     let mut noise = Noise::new(3);
     let part = Stored::new(WeightFormat::Q4_1, 1000, 576, &mut noise);
-    for isa in Isa::available() {
+    for isa in isas() {
         for threads in [1, 2, 5] {
             let case = Case {
                 parts: vec![part.clone()],
@@ -185,8 +173,8 @@ fn what_is_not_finite_stays_in_its_row() {
     let part = Stored::new(WeightFormat::Bf16, 40, 37, &mut noise);
     let weight = Weight::new(vec![part.packed()]).unwrap();
     for pool in pools() {
-        for rows in [2, 5, 9] {
-            let mut x = Buffer::noise(DType::F32, rows, 37, 0, &mut noise);
+        for (rows, dtype) in [2, 5, 9].into_iter().flat_map(|n| DTYPES.map(|d| (n, d))) {
+            let mut x = Buffer::noise(dtype, rows, 37, 0, &mut noise);
             x.set(0, 36, f32::NAN);
             x.set(1, 0, f32::INFINITY);
             let mut out = Buffer::poisoned(DType::F32, rows, 40, 0);
@@ -202,11 +190,11 @@ fn what_is_not_finite_stays_in_its_row() {
 #[test]
 fn no_rows() {
     let mut noise = Noise::new(5);
-    let weight = Weight::new(vec![Stored::new(WeightFormat::F32, 3, 4, &mut noise).packed()]);
-    let x = Buffer::noise(DType::F32, 0, 4, 0, &mut noise);
+    let weight = Weight::new(vec![Stored::new(WeightFormat::Bf16, 3, 5, &mut noise).packed()]);
     let mut out = Buffer::poisoned(DType::F32, 0, 3, 0);
-    for pool in pools() {
-        linear(&pool, &x.view(), weight.as_ref().unwrap(), None, &mut out.view_mut()).unwrap();
+    for (pool, dtype) in pools().iter().flat_map(|pool| DTYPES.map(|d| (pool, d))) {
+        let x = Buffer::noise(dtype, 0, 5, 0, &mut noise);
+        linear(pool, &x.view(), weight.as_ref().unwrap(), None, &mut out.view_mut()).unwrap();
     }
 }
 
@@ -300,10 +288,10 @@ fn close_to_exact() {
     for format in WeightFormat::OF_FILES {
         let part = Stored::new(format, 48, 768, &mut noise);
         let weight = Weight::new(vec![part.packed()]).unwrap();
-        let x = Buffer::noise(DType::F32, 9, 768, 0, &mut noise);
-        for pool in pools() {
+        for (pool, dtype) in pools().iter().flat_map(|pool| DTYPES.map(|d| (pool, d))) {
+            let x = Buffer::noise(dtype, 9, 768, 0, &mut noise);
             let mut out = Buffer::poisoned(DType::F32, 9, 48, 0);
-            linear(&pool, &x.view(), &weight, None, &mut out.view_mut()).unwrap();
+            linear(pool, &x.view(), &weight, None, &mut out.view_mut()).unwrap();
             for row in 0..9 {
                 for (col, w) in part.numbers.iter().enumerate() {
                     let terms =

@@ -52,7 +52,7 @@ struct Rows<'a, W> {
 impl<W: Stored> Grid for Rows<'_, W> {
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const P: usize>(&self, s: S, row: usize, panel: usize) {
-        let (&Product { x, weight, .. }, strip) = (self.product, self.strip);
+        let (x, weight, strip) = (self.product.forms.wide, self.product.weight, self.strip);
         let (num_rows, len) = (x.num_rows(), x.num_cols());
         // Where there are fewer rows than the tile has, the last is computed again.
         let mut rows = [x.row::<f32>(row); R];

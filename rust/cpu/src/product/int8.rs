@@ -34,7 +34,7 @@ impl Int8Kernel for Rows<'_> {
     #[inline(always)]
     fn run<I: Int8>(&self, i: I, strip: usize) {
         let product = self.0;
-        let codes = product.codes.expect("a product with int8 has them");
+        let codes = product.forms.codes.expect("a product with int8 has them");
         let strip = product.weight.strips()[strip];
         let num_rows = product.x.num_rows();
         let block = (BLOCK_BYTES / codes.row_bytes() / TALLEST).max(1) * TALLEST;

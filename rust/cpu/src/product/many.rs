@@ -86,7 +86,7 @@ impl Kernel for Strip<'_> {
         let strip = product.weight.strips()[strip];
         let part = &product.weight.parts()[strip.part];
         let (num_rows, len) = (product.x.num_rows(), product.x.num_cols());
-        let stride = product.x.row_stride();
+        let stride = product.forms.wide.row_stride();
         let collides = (size_of::<f32>() * stride + SET_NEAR) % SET_PERIOD < 2 * SET_NEAR;
         // SAFETY: this thread's own, and nothing below asks for it again.
         let scratch = unsafe { &mut *SCRATCH.with(UnsafeCell::get) };
@@ -108,7 +108,7 @@ impl Kernel for Strip<'_> {
                     );
                 }
                 let (mut x, mut row_len) =
-                    (product.x.row::<f32>(first).wrapping_add(start), stride);
+                    (product.forms.wide.row::<f32>(first).wrapping_add(start), stride);
                 if collides {
                     // SAFETY: `block` rows of `x` have `count` numbers there, and scratch has room.
                     unsafe { copy_rows(s, x, stride, count, &mut scratch.rows[..block]) };
@@ -301,9 +301,9 @@ impl Grid for Piece<'_> {
             *to = self.x.wrapping_add(row * self.row_len);
         }
         self.ahead.fetch(s);
-        let groups = Groups::between::<Plain<f32>>(0, self.count);
+        let groups = Groups::between::<Plain>(0, self.count);
         // SAFETY: rows of x have `count` numbers from `start` on, and the pieces as many positions.
-        unsafe { tile::<S, Plain<f32>, R, P>(s, rows, panels, groups, &mut tiles) };
+        unsafe { tile::<S, Plain, R, P>(s, rows, panels, groups, &mut tiles) };
         for (row, tiles) in (row..self.block).zip(&tiles) {
             for (p, &sum) in tiles.iter().enumerate() {
                 let total = self.sums_at(row, panel + p);

@@ -5,7 +5,8 @@
 //! neighbours in K, the first in the low half.
 //!
 //! ```text
-//! F32, BF16   number[16]
+//! F32         number[16]
+//! BF16        pair of numbers[16], the second first
 //! Q8_0        scale f16[16]                 number i8[32][16]
 //! Q4_0        scale f16[16]                 pair u8[16][16]
 //! Q4_1        scale f16[16] min f16[16]     pair u8[16][16]
@@ -31,7 +32,7 @@ pub(super) struct Rows<'a> {
 pub(super) fn row(format: WeightFormat, rows: Rows<'_>, bytes: &[u8]) {
     match format {
         WeightFormat::F32 => each(format, rows, bytes, |to, number: &[u8; 4]| to.put(number)),
-        WeightFormat::Bf16 => each(format, rows, bytes, |to, number: &[u8; 2]| to.put(number)),
+        WeightFormat::Bf16 => pairs(rows, bytes),
         WeightFormat::F16 => each(format, rows, bytes, |to, number: &[u8; 2]| {
             to.put(&block::half(number, 0).to_le_bytes());
         }),
@@ -51,6 +52,17 @@ pub(super) fn row(format: WeightFormat, rows: Rows<'_>, bytes: &[u8]) {
         WeightFormat::Q4K => each(format, rows, bytes, q4_k),
         WeightFormat::Q6K => each(format, rows, bytes, q6_k),
         WeightFormat::I8 => quantize::pack(rows, bytes),
+    }
+}
+
+/// Pairs of numbers of two bytes, each turned around.
+fn pairs(Rows { panel, lane }: Rows<'_>, bytes: &[u8]) {
+    const PAIR: usize = 4;
+    for (pair, place) in bytes.chunks(PAIR).zip(panel.chunks_exact_mut(PAIR * LANES)) {
+        let (first, second) = pair.split_at(2);
+        let place = &mut place[lane * PAIR..][..PAIR];
+        place[..second.len()].copy_from_slice(second);
+        place[2..].copy_from_slice(first);
     }
 }
 

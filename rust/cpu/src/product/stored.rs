@@ -3,11 +3,9 @@
 //! The operations are those that define a format, in their order and each rounded: scale, then minimum.
 //! So a weight has the bits that dequantizing it has.
 
-use std::marker::PhantomData;
-
 use super::weight::WeightFormat;
 use crate::element::Bf16;
-use crate::simd::{LANES, Lanes, Simd};
+use crate::simd::{LANES, Simd};
 
 /// Positions of K that [`Stored::four`] gives.
 pub(super) const FOUR: usize = 4;
@@ -44,29 +42,49 @@ pub(super) trait Stored {
     ) -> [S::V; FOUR];
 }
 
-/// Numbers as they are, of either element type.
-pub(super) struct Plain<T>(PhantomData<fn() -> T>);
+/// `f32` as they are.
+pub(super) struct Plain;
 
-impl<T: Lanes> Stored for Plain<T> {
+impl Stored for Plain {
     const GROUP: usize = FOUR;
     type Scales<V: Copy> = ();
 
     #[inline(always)]
     unsafe fn open<S: Simd>(_s: S, panel: *const u8, group: usize) -> ((), *const u8) {
-        ((), panel.wrapping_add(group * FOUR * LANES * size_of::<T>()))
+        ((), panel.wrapping_add(group * FOUR * LANES * size_of::<f32>()))
     }
     #[inline(always)]
     unsafe fn four<S: Simd>(s: S, (): (), numbers: *const u8, _at: usize) -> [S::V; FOUR] {
-        let from = numbers.cast::<T>();
+        let from: *const f32 = numbers.cast();
         // SAFETY: the caller's promise: four times sixteen numbers.
         unsafe {
             [
-                T::load(s, from),
-                T::load(s, from.add(LANES)),
-                T::load(s, from.add(2 * LANES)),
-                T::load(s, from.add(3 * LANES)),
+                s.load(from),
+                s.load(from.add(LANES)),
+                s.load(from.add(2 * LANES)),
+                s.load(from.add(3 * LANES)),
             ]
         }
+    }
+}
+
+/// bfloat16 in pairs, the second of each first.
+struct Pairs;
+
+impl Stored for Pairs {
+    const GROUP: usize = FOUR;
+    type Scales<V: Copy> = ();
+
+    #[inline(always)]
+    unsafe fn open<S: Simd>(_s: S, panel: *const u8, group: usize) -> ((), *const u8) {
+        ((), panel.wrapping_add(group * FOUR * LANES * size_of::<Bf16>()))
+    }
+    #[inline(always)]
+    unsafe fn four<S: Simd>(s: S, (): (), numbers: *const u8, _at: usize) -> [S::V; FOUR] {
+        let from: *const Bf16 = numbers.cast();
+        // SAFETY: the caller's promise: two times sixteen pairs.
+        let ((b, a), (d, c)) = unsafe { (s.load_pairs(from), s.load_pairs(from.add(2 * LANES))) };
+        [a, b, c, d]
     }
 }
 
@@ -234,8 +252,8 @@ pub(super) trait ForFormat {
 #[inline(always)]
 pub(super) fn for_format<S: Simd>(s: S, format: WeightFormat, what: &impl ForFormat) {
     match format {
-        WeightFormat::F32 | WeightFormat::F16 => what.run::<S, Plain<f32>>(s),
-        WeightFormat::Bf16 => what.run::<S, Plain<Bf16>>(s),
+        WeightFormat::F32 | WeightFormat::F16 => what.run::<S, Plain>(s),
+        WeightFormat::Bf16 => what.run::<S, Pairs>(s),
         WeightFormat::Q8_0 => what.run::<S, Q8>(s),
         WeightFormat::Q4_0 => what.run::<S, Q4Signed>(s),
         WeightFormat::Q4_1 => what.run::<S, Q4Min>(s),

@@ -14,11 +14,15 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod bf16;
 mod dispatch;
 mod int8;
 mod lanes;
 mod portable;
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) use bf16::{Dot, DotKernel, PAIR_BYTES, run_dot};
 pub(crate) use dispatch::{Kernel, run};
 pub(crate) use int8::{FOUR, FOUR_BYTES, Form, Int8, Int8Grid, Int8Kernel, MAX_COLS, run_int8};
 pub(crate) use lanes::Lanes;
@@ -30,6 +34,9 @@ pub(crate) const LANES: usize = 16;
 
 /// Most rows for [`Simd::cover_few`].
 pub(crate) const FEW_ROWS: usize = 4;
+
+/// Two neighbouring positions of K, the second first: see `bf16`.
+pub(crate) type Pair = [Bf16; 2];
 
 /// Sixteen `f32` lanes and what can be done with them.
 ///

@@ -3,6 +3,7 @@
 
 pub(crate) mod blocks;
 pub(crate) mod cache;
+pub(crate) mod chains;
 #[cfg(unix)]
 pub(crate) mod guards;
 #[cfg(unix)]

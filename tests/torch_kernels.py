@@ -1,4 +1,4 @@
-"""The CPU kernels on torch tensors: no copies, no logic.
+"""The CPU kernels on torch tensors, as tests compare them with torch: no copies, no logic.
 
 A tensor is passed on as a numpy view of its memory; bfloat16, which numpy lacks, as ``uint16``.
 Index arrays are the plan's own numpy ``int32`` views. Activations may be columns of one fused
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 class CpuKernels:
     """The kernels that run on a pool of threads.
 
-    Threads sleep when no kernel runs, and spin only for microseconds before that, so torch's own
-    threads are not disturbed. Results do not depend on the number of threads.
-
     Args:
         pool: From :func:`fastserve.kernels.pool.make_pool`.
     """
@@ -53,25 +50,6 @@ class CpuKernels:
         out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
         carried = None if residual is None else as_array(residual)
         self._pool.rms_norm(as_array(x), as_array(weight), eps, as_array(out), carried)
-        return out
-
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """``x @ weight.T + bias`` into ``out``, which may be wider than what is computed in.
-
-        It is torch's, which picks its way by the number of rows.
-        """
-        if out.dtype != x.dtype:
-            out.copy_(torch.nn.functional.linear(x, weight, bias))
-        elif bias is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.addmm(bias, x, weight.t(), out=out)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
