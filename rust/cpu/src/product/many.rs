@@ -238,9 +238,10 @@ impl Ahead {
     /// meanwhile.
     #[inline(always)]
     fn of(part: &Packed, strip: weight::Strip, start: usize, block: usize) -> Self {
-        let (first, start) = match start < part.num_cols() {
-            true => (strip.first_panel, start),
-            false => (strip.first_panel + strip.num_panels, 0),
+        let (first, start) = if start < part.num_cols() {
+            (strip.first_panel, start)
+        } else {
+            (strip.first_panel + strip.num_panels, 0)
         };
         // With few rows the memory is the limit, and asks for itself as early.
         let num_panels = match block {
