@@ -25,7 +25,7 @@ def pools() -> list[cpu.Pool]:
     return [cpu.Pool(num, isa) for isa in cpu.available_isas() for num in (1, 2, 3)]
 
 
-# The draw, as fastserve.draw tells it
+# The draw, as rust/cpu/src/sampling/draw.rs tells it
 
 
 def reference_weights(

@@ -24,8 +24,7 @@ from fastserve.outputs import (
 from fastserve.text.detokenizer import Detokenizer, StopStrings, TextDelta, TokenTable
 
 if TYPE_CHECKING:
-    from fastserve.logprobs import RowLogprobs
-    from fastserve.sampler import ScoredToken
+    from fastserve.sampler import RowLogprobs, ScoredToken
     from fastserve.sampling_params import SamplingParams
 
 __all__ = ["FINISHED_BY_ERROR", "ActiveRequest"]

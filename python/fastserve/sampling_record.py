@@ -1,8 +1,8 @@
-"""A request's sampling parameters as int32 words, and what a sampler keeps of them per row slot.
+"""A request's sampling parameters as int32 words.
 
 The words are encoded once, when a request is submitted, and travel through the core unread, in the
-event that gives the request a row slot. A sampler decodes them into arrays indexed by slot, so that
-a step needs no Python object per sequence. Floats travel as their bits.
+event that gives the request a row slot. A sampler decodes them then
+(``rust/cpu/src/sampling/record.rs``). Floats travel as their bits.
 
 ::
 
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
     from fastserve.sampling_params import SamplingParams
 
-__all__ = ["MAX_RECORD_WORDS", "RecordWord", "SlotStates", "encode"]
+__all__ = ["MAX_RECORD_WORDS", "RecordWord", "encode"]
 
 Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 RECORD_VERSION: Final = 1
 MAX_RECORD_WORDS: Final = 4096
@@ -109,101 +108,3 @@ def encode(params: SamplingParams, seed: int, end_token_ids: Sequence[int]) -> I
             np.asarray(allowed, dtype=np.int32),
         ]
     )
-
-
-class SlotStates:
-    """Decoded records, a place per row slot. Arrays are indexed by slot.
-
-    Attributes:
-        adjusts: Whether logits change in any way before the best one is sought.
-        penalized: Whether any of the three penalties is on.
-        request_ids: Whose slot it is.
-        sequence_indices: Which of that request's sequences.
-        num_prompt_tokens: Where its output begins.
-        end_tokens: Tokens to mask before ``min_tokens``, for slots that have some.
-        biases: Token ids and what is added to them, for slots that have some.
-        allowed: The only tokens to take, for slots that name them.
-    """
-
-    def __init__(self, max_num_seqs: int) -> None:
-        def ints() -> Ints:
-            return np.zeros(max_num_seqs, dtype=np.int32)
-
-        def floats() -> Floats:
-            return np.zeros(max_num_seqs, dtype=np.float32)
-
-        self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
-        self.presence_penalty, self.frequency_penalty = floats(), floats()
-        self.repetition_penalty = floats()
-        self.top_k, self.min_tokens = ints(), ints()
-        self.num_logprobs, self.num_prompt_logprobs = ints(), ints()
-        self.sequence_indices, self.num_prompt_tokens = ints(), ints()
-        self.seeds: NDArray[np.uint64] = np.zeros(max_num_seqs, dtype=np.uint64)
-        self.request_ids: NDArray[np.uint64] = np.zeros(max_num_seqs, dtype=np.uint64)
-        self.greedy: NDArray[np.bool_] = np.ones(max_num_seqs, dtype=np.bool_)
-        self.adjusts: NDArray[np.bool_] = np.zeros(max_num_seqs, dtype=np.bool_)
-        self.penalized: NDArray[np.bool_] = np.zeros(max_num_seqs, dtype=np.bool_)
-        self.end_tokens: dict[int, Ints] = {}
-        self.biases: dict[int, tuple[Ints, Floats]] = {}
-        self.allowed: dict[int, Ints] = {}
-
-    def assign(
-        self, slot: int, request_id: int, index: int, num_prompt_tokens: int, record: Ints
-    ) -> None:
-        """Take over `slot` for a sequence. `record` is read and not kept."""
-        self.release(slot)
-        if record[RecordWord.VERSION] != RECORD_VERSION:
-            raise ValueError(
-                f"sampling record version {record[RecordWord.VERSION]}, want {RECORD_VERSION}; "
-                "encode it with fastserve.sampling_record.encode"
-            )
-        floats = record[:_FIXED_WORDS].view(np.float32)
-        for word, name in _FLOATS.items():
-            getattr(self, name)[slot] = floats[word]
-        seed = record[:_FIXED_WORDS].view(np.uint32)[[RecordWord.SEED_LOW, RecordWord.SEED_HIGH]]
-        self.seeds[slot] = int(seed[0]) | int(seed[1]) << 32
-        self.request_ids[slot] = request_id
-        self.sequence_indices[slot] = index
-        self.num_prompt_tokens[slot] = num_prompt_tokens
-        self.top_k[slot] = record[RecordWord.TOP_K]
-        self.min_tokens[slot] = record[RecordWord.MIN_TOKENS]
-        self.num_logprobs[slot] = record[RecordWord.NUM_LOGPROBS]
-        self.num_prompt_logprobs[slot] = record[RecordWord.NUM_PROMPT_LOGPROBS]
-        self.greedy[slot] = record[RecordWord.GREEDY] != 0
-        self._assign_lists(slot, record)
-        self.penalized[slot] = (
-            self.presence_penalty[slot] != 0
-            or self.frequency_penalty[slot] != 0
-            or self.repetition_penalty[slot] != 1
-        )
-        self.adjusts[slot] = (
-            self.penalized[slot]
-            or slot in self.biases
-            or slot in self.allowed
-            or (self.min_tokens[slot] > 0 and slot in self.end_tokens)
-        )
-
-    def _assign_lists(self, slot: int, record: Ints) -> None:
-        num_end, num_biased, num_allowed = (
-            int(record[word])
-            for word in (RecordWord.NUM_END_TOKENS, RecordWord.NUM_BIASED, RecordWord.NUM_ALLOWED)
-        )
-        lengths = (num_end, num_biased, num_biased, num_allowed)
-        starts = np.cumsum((_FIXED_WORDS, *lengths))
-        end, tokens, amounts, allowed = (
-            record[start : start + length].copy()
-            for start, length in zip(starts, lengths, strict=False)
-        )
-        if num_end:
-            self.end_tokens[slot] = end
-        if num_biased:
-            self.biases[slot] = tokens, amounts.view(np.float32)
-        if num_allowed:
-            self.allowed[slot] = allowed
-
-    def release(self, slot: int) -> None:
-        """Forget what `slot` held."""
-        self.adjusts[slot] = self.penalized[slot] = False
-        self.greedy[slot] = True
-        for held in (self.end_tokens, self.biases, self.allowed):
-            held.pop(slot, None)

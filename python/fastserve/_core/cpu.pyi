@@ -1,13 +1,17 @@
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "ALL_MASKED",
+    "NOT_FINITE",
     "Decoder",
     "Layer",
     "Packed",
     "Pool",
+    "Sampler",
+    "Samples",
     "Weight",
     "available_isas",
     "best_tokens",
@@ -27,6 +31,9 @@ __all__ = [
 _Array: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 _Kv: TypeAlias = _Array | NDArray[np.int8]
 _Words: TypeAlias = NDArray[np.int32]
+
+ALL_MASKED: Final[int]
+NOT_FINITE: Final[int]
 
 def detect_isa() -> str: ...
 def available_isas() -> list[str]: ...
@@ -67,6 +74,32 @@ def draw_bits(
 def philox4x32(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]: ...
+
+@final
+class Sampler:
+    def __new__(cls, max_num_seqs: int, vocab_size: int) -> Sampler: ...
+    @property
+    def last_samples(self) -> _Words: ...
+    def apply_events(self, slot_events: _Words, event_words: _Words) -> None: ...
+    def sample(
+        self,
+        pool: Pool,
+        logits: NDArray[np.float32],
+        *,
+        positions: _Words,
+        out_rows: _Words,
+        out_slots: _Words,
+        out_kinds: _Words,
+    ) -> Samples: ...
+
+@final
+class Samples:
+    @property
+    def counts(self) -> _Words: ...
+    @property
+    def tokens(self) -> _Words: ...
+    def logprobs(self) -> list[tuple[int, tuple[int, list[int], list[float]]]]: ...
+    def scores(self) -> list[tuple[int, int, tuple[int, list[int], list[float]]]]: ...
 
 @final
 class Packed:

@@ -49,6 +49,7 @@ pub use pool::Pool;
 pub use product::{Packed, Weight, WeightFormat, decode, encode, gather, linear};
 pub use rope::{Rope, rope_and_write_kv};
 pub use sampling::{
-    BestToken, Draws, RowLogprobs, best_tokens, draw_bits, draw_tokens, philox4x32, row_logprobs,
+    Assignment, BestToken, Draws, Outputs, RowLogprobs, Sampler, Samples, Score, best_tokens,
+    draw_bits, draw_tokens, philox4x32, row_logprobs,
 };
 pub use view::{KvView, KvViewMut, Matrix, MatrixMut};

@@ -11,7 +11,7 @@
 use std::sync::{Arc, Mutex, TryLockError};
 
 use fastserve_base::{RequestId, StepError, StepId, Ticket, Token};
-use fastserve_engine::{Core as EngineCore, Results};
+use fastserve_engine::{Core as EngineCore, Results, StepOutputs as CoreOutputs};
 use numpy::PyArray2;
 use numpy::ndarray::ArrayView2;
 use pyo3::exceptions::PyRuntimeError;
@@ -37,7 +37,7 @@ pub(crate) struct Core {
     engine: Mutex<EngineCore>,
     health: Health,
     policy: Option<PythonPolicy>,
-    spares: Arc<Spares>,
+    spares: Arc<Spares<CoreOutputs>>,
     vocab_size: u32,
     /// Rows and columns of `block_tables`, and its address as the core gave it at construction.
     tables: (usize, usize, usize),
@@ -124,7 +124,7 @@ impl Core {
         let columns = core.config().max_blocks_per_seq() as usize;
         assert_eq!(core.block_tables().len(), rows * columns, "block tables have their shape");
         Ok(Self {
-            spares: Arc::new(Spares::new(rows)),
+            spares: Arc::new(Spares::new(rows, CoreOutputs::with_capacity)),
             vocab_size: core.config().vocab_size,
             tables: (rows, columns, core.block_tables().as_ptr().addr()),
             engine: Mutex::new(core),

@@ -90,26 +90,28 @@ impl From<CoreTransfer> for Transfer {
 }
 
 /// Vectors waiting to be filled again.
-pub(crate) struct Spares {
-    vectors: Mutex<Vec<CoreOutputs>>,
-    /// Entries that new ones have room for.
+pub(crate) struct Spares<T> {
+    vectors: Mutex<Vec<T>>,
+    /// Makes new ones, with room for so many entries.
+    make: fn(usize) -> T,
     num_entries: usize,
 }
 
-impl Spares {
+impl<T> Spares<T> {
     /// Who keeps more outputs than this at a time lets the rest be allocated again.
     const MAX_NUM_KEPT: usize = 4;
 
-    pub(crate) fn new(num_entries: usize) -> Self {
-        Self { vectors: Mutex::new(Vec::with_capacity(Self::MAX_NUM_KEPT)), num_entries }
+    pub(crate) fn new(num_entries: usize, make: fn(usize) -> T) -> Self {
+        let vectors = Mutex::new(Vec::with_capacity(Self::MAX_NUM_KEPT));
+        Self { vectors, make, num_entries }
     }
 
-    pub(crate) fn take(&self) -> CoreOutputs {
+    pub(crate) fn take(&self) -> T {
         let mut vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
-        vectors.pop().unwrap_or_else(|| CoreOutputs::with_capacity(self.num_entries))
+        vectors.pop().unwrap_or_else(|| (self.make)(self.num_entries))
     }
 
-    fn give(&self, outputs: CoreOutputs) {
+    pub(crate) fn give(&self, outputs: T) {
         let mut vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
         if vectors.len() < Self::MAX_NUM_KEPT {
             vectors.push(outputs);
@@ -123,11 +125,11 @@ impl Spares {
 #[pyclass(module = "fastserve._core", frozen)]
 pub(crate) struct StepOutputs {
     outputs: CoreOutputs,
-    spares: Arc<Spares>,
+    spares: Arc<Spares<CoreOutputs>>,
 }
 
 impl StepOutputs {
-    pub(crate) fn new(outputs: CoreOutputs, spares: Arc<Spares>) -> Self {
+    pub(crate) fn new(outputs: CoreOutputs, spares: Arc<Spares<CoreOutputs>>) -> Self {
         Self { outputs, spares }
     }
 }

@@ -199,6 +199,29 @@ pub struct SlotEvent<'a> {
     pub tokens: &'a [i32],
 }
 
+/// The slot events of a plan, from its sections `slot_events` and `event_words`.
+pub fn slot_events<'a>(
+    events: &'a [i32],
+    payload: &'a [i32],
+) -> impl Iterator<Item = SlotEvent<'a>> {
+    events.chunks_exact(SLOT_EVENT_WORDS).map(move |event| {
+        let num_tokens = event[6] as usize;
+        let offset = event[7] as usize;
+        let num_sampling = event[8] as usize;
+        let tokens = offset + num_sampling;
+        SlotEvent {
+            assigned: event[0] == 1,
+            slot: event[1],
+            request: u64::from(event[2] as u32) | u64::from(event[3] as u32) << 32,
+            index: event[4] as u32,
+            num_prompt_tokens: event[5] as u32,
+            adapter: event[9],
+            sampling: &payload[offset..tokens],
+            tokens: &payload[tokens..tokens + num_tokens],
+        }
+    })
+}
+
 /// What a runner reads.
 #[derive(Debug, Clone, Copy)]
 pub struct PlanView<'a> {
@@ -260,25 +283,7 @@ impl<'a> PlanView<'a> {
     /// Slots assigned and released, in order.
     pub fn slot_events(&self) -> impl Iterator<Item = SlotEvent<'a>> {
         let words = self.count(Header::NumSlotEvents) * SLOT_EVENT_WORDS;
-        let payload = self.event_words();
-        self.words[self.layout.slot_events.range(words)].chunks_exact(SLOT_EVENT_WORDS).map(
-            move |event| {
-                let num_tokens = event[6] as usize;
-                let offset = event[7] as usize;
-                let num_sampling = event[8] as usize;
-                let tokens = offset + num_sampling;
-                SlotEvent {
-                    assigned: event[0] == 1,
-                    slot: event[1],
-                    request: u64::from(event[2] as u32) | u64::from(event[3] as u32) << 32,
-                    index: event[4] as u32,
-                    num_prompt_tokens: event[5] as u32,
-                    adapter: event[9],
-                    sampling: &payload[offset..tokens],
-                    tokens: &payload[tokens..tokens + num_tokens],
-                }
-            },
-        )
+        slot_events(&self.words[self.layout.slot_events.range(words)], self.event_words())
     }
 
     /// The plan as text, a line a row: for people and snapshots.

@@ -29,20 +29,40 @@ pub struct BestToken {
 ///
 /// `logits` are of another type, have no column or too many; nothing is computed.
 pub fn best_tokens(pool: &Pool, logits: &Matrix<'_>) -> Result<Vec<BestToken>, ArgumentError> {
-    check_logits(logits)?;
-    let (num_rows, num_cols) = (logits.num_rows(), logits.num_cols());
-    let parts_per_row = num_cols.div_ceil(COLS_PER_ITEM);
-    let num_items = num_rows * parts_per_row;
-    let kernel = Best { logits, parts_per_row, found: Results::new(num_items) };
-    pool.run(&kernel, num_items, num_rows * num_cols / 8);
-    let parts: Vec<BestToken> = kernel.found.into_values().collect();
-    Ok(parts.chunks(parts_per_row).map(merged).collect())
+    let mut finder = BestTokens::default();
+    finder.find(pool, logits)?;
+    Ok(finder.best)
+}
+
+/// Finds best tokens, with memory that is kept from one time to the next.
+#[derive(Debug, Default)]
+pub(super) struct BestTokens {
+    /// Of each row, as of the last time.
+    pub(super) best: Vec<BestToken>,
+    parts: Results<BestToken>,
+}
+
+impl BestTokens {
+    /// See [`best_tokens`].
+    pub(super) fn find(&mut self, pool: &Pool, logits: &Matrix<'_>) -> Result<(), ArgumentError> {
+        check_logits(logits)?;
+        let (num_rows, num_cols) = (logits.num_rows(), logits.num_cols());
+        let parts_per_row = num_cols.div_ceil(COLS_PER_ITEM);
+        let num_items = num_rows * parts_per_row;
+        self.parts.reset(num_items);
+        let kernel = Best { logits, parts_per_row, found: &self.parts };
+        pool.run(&kernel, num_items, num_rows * num_cols / 8);
+        let mut parts = self.parts.values();
+        self.best.clear();
+        self.best.extend((0..num_rows).map(|_| merged(parts.by_ref().take(parts_per_row))));
+        Ok(())
+    }
 }
 
 /// The best of a row's parts, which are in order.
-fn merged(parts: &[BestToken]) -> BestToken {
-    let mut best = parts[0];
-    for part in &parts[1..] {
+fn merged<'a>(mut parts: impl Iterator<Item = &'a BestToken>) -> BestToken {
+    let mut best = *parts.next().expect("a row has a column");
+    for part in parts {
         // The first of equals stays, and so does NaN.
         if part.logit > best.logit || (part.logit.is_nan() && !best.logit.is_nan()) {
             (best.token, best.logit) = (part.token, part.logit);
@@ -55,7 +75,7 @@ fn merged(parts: &[BestToken]) -> BestToken {
 struct Best<'a> {
     logits: &'a Matrix<'a>,
     parts_per_row: usize,
-    found: Results<BestToken>,
+    found: &'a Results<BestToken>,
 }
 
 impl Kernel for Best<'_> {

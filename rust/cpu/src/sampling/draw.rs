@@ -1,9 +1,26 @@
 //! From logits and random bits to a token, the same one on any machine.
 //!
-//! `python/fastserve/draw.py` tells what is computed: it is a contract, and others may implement it.
-//! With z the `f32` quotient of logit and temperature, weights are integers ([`super::weight`]).
-//! Min-p, top-k and top-p leave some of them, and the 64 bits pick a share of their running sum, in
-//! order of tokens.
+//! What is computed is a contract, and others may implement it. The order is vLLM's: temperature,
+//! min-p, top-k, top-p, then one draw. What makes the draw repeatable is that probabilities are
+//! *integers* ([`super::weight`]). With z the `f32` quotient of logit and temperature:
+//!
+//! ```text
+//! weight[i] = round(2^40 * exp(z[i] - max(z)))      exp in f64, halves to even
+//! ```
+//!
+//! so the best token weighs exactly 2^40 and sums have no rounding, whatever order they are taken in
+//! (a vocabulary of 2^20 tokens stays below 2^60). Tokens below 2^-41 of the best are never drawn.
+//!
+//! * min-p keeps `weight >= min_p * 2^40`;
+//! * top-k keeps every token whose z is at least the k-th largest (equals of it stay too);
+//! * top-p goes through what is left by weight, equals by token, and keeps a token while the ones
+//!   before it weigh less than `top_p` of the whole;
+//! * with r the 64 random bits, the draw is the first token, in order of tokens, at which the running
+//!   sum of the kept weights exceeds `floor(r * total / 2^64)`.
+//!
+//! Our exponential is made of operations that every machine rounds alike, so here the weights are
+//! the same on any. Where another implementation takes its own, a weight may differ by one part in
+//! 2^40 about once in 2^12 times.
 
 use super::candidates::{self, Candidate};
 use super::weight::{BLOCK, Scale};
@@ -51,6 +68,18 @@ pub fn draw_tokens(
     logits: &Matrix<'_>,
     draws: &Draws<'_>,
 ) -> Result<Vec<i32>, ArgumentError> {
+    let mut tokens = Results::default();
+    draw_into(pool, logits, draws, &mut tokens)?;
+    Ok(tokens.values().copied().collect())
+}
+
+/// The same, with memory of the caller for the tokens.
+pub(super) fn draw_into(
+    pool: &Pool,
+    logits: &Matrix<'_>,
+    draws: &Draws<'_>,
+    tokens: &mut Results<i32>,
+) -> Result<(), ArgumentError> {
     check_logits(logits)?;
     let num = draws.rows.len();
     check_indices("rows", draws.rows, num, logits.num_rows())?;
@@ -59,15 +88,16 @@ pub fn draw_tokens(
     check_len("top_p", draws.top_p.len(), num)?;
     check_len("min_p", draws.min_p.len(), num)?;
     check_len("bits", draws.bits.len(), num)?;
-    let kernel = Draw { logits, draws, tokens: Results::new(num) };
+    tokens.reset(num);
+    let kernel = Draw { logits, draws, tokens };
     pool.run(&kernel, num, num * logits.num_cols() * COLUMN_NS);
-    Ok(kernel.tokens.into_values().collect())
+    Ok(())
 }
 
 struct Draw<'a> {
     logits: &'a Matrix<'a>,
     draws: &'a Draws<'a>,
-    tokens: Results<i32>,
+    tokens: &'a Results<i32>,
 }
 
 impl Kernel for Draw<'_> {

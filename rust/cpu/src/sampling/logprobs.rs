@@ -1,5 +1,8 @@
 //! Log probabilities of chosen tokens and of the best ones.
 //!
+//! They are the model's own: taken from the raw logits, before bias, penalties and temperature
+//! (vLLM's `raw_logprobs`).
+//!
 //! The sum of a softmax is that of the integer weights of a draw ([`super::weight`]), so it has the
 //! same bits in whatever order it is taken. Its relative error is below 2^-41 a column.
 
@@ -50,7 +53,9 @@ pub fn row_logprobs(
         let got = format!("{} at {at}", num_best[at]);
         return Err(ArgumentError::new("num_best", got, "at least 0"));
     }
-    let kernel = Score { logits, rows, chosen, num_best, scores: Results::new(rows.len()) };
+    let mut scores = Results::default();
+    scores.reset(rows.len());
+    let kernel = Score { logits, rows, chosen, num_best, scores };
     pool.run(&kernel, rows.len(), rows.len() * logits.num_cols() * COLUMN_NS);
     Ok(kernel.scores.into_values().collect())
 }

@@ -5,20 +5,28 @@
 //! are sums of integers ([`weight`]).
 //!
 //! The largest few of a row are found without sorting it ([`groups`]). What a draw does is told in
-//! [`draw`], how its random bits are made in [`philox`].
+//! [`draw`], how its random bits are made in [`philox`]. A [`Sampler`] puts all of it together, with
+//! what it keeps of each sequence from step to step.
 
+mod adjust;
 mod best;
 mod candidates;
+mod counts;
 mod draw;
 mod groups;
 mod logprobs;
 mod philox;
+mod record;
+mod sampler;
+mod slots;
 mod weight;
 
 pub use best::{BestToken, best_tokens};
 pub use draw::{Draws, draw_tokens};
 pub use logprobs::{RowLogprobs, row_logprobs};
 pub use philox::{draw_bits, philox4x32};
+pub use sampler::{ALL_MASKED, NOT_FINITE, Outputs, Sampler, Samples, Score};
+pub use slots::Assignment;
 
 use std::cell::UnsafeCell;
 use std::sync::OnceLock;
@@ -99,15 +107,28 @@ fn check_len(argument: &'static str, got: usize, len: usize) -> Result<(), Argum
 }
 
 /// What the items of a kernel give, each written once by the thread that computes it.
+#[derive(Debug)]
 struct Results<T>(Vec<OnceLock<T>>);
 
+impl<T> Default for Results<T> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
 impl<T> Results<T> {
-    fn new(num_items: usize) -> Self {
-        Self((0..num_items).map(|_| OnceLock::new()).collect())
+    /// Forget everything, and have room for `num_items`.
+    fn reset(&mut self, num_items: usize) {
+        self.0.clear();
+        self.0.resize_with(num_items, OnceLock::new);
     }
 
     fn set(&self, item: usize, result: T) {
         assert!(self.0[item].set(result).is_ok(), "item {item} was computed twice");
+    }
+
+    fn values(&self) -> impl Iterator<Item = &T> {
+        self.0.iter().map(|cell| cell.get().expect("every item was computed"))
     }
 
     fn into_values(self) -> impl Iterator<Item = T> {

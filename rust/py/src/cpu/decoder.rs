@@ -68,8 +68,8 @@ fn numbers(name: &'static str, array: &Bound<'_, PyAny>) -> PyResult<Numbers> {
 /// A model, and memory for its activations. Threads that compute with it take turns.
 #[pyclass(frozen, module = "fastserve._core.cpu")]
 pub(crate) struct Decoder {
-    decoder: cpu::Decoder,
-    head_dim: usize,
+    pub(crate) decoder: Arc<cpu::Decoder>,
+    pub(crate) head_dim: usize,
 }
 
 #[pymethods]
@@ -104,7 +104,7 @@ impl Decoder {
             norm: numbers("norm", norm)?,
             lm_head: Arc::clone(&lm_head.weight),
         };
-        let decoder = cpu::Decoder::new(model).map_err(value_error)?;
+        let decoder = Arc::new(cpu::Decoder::new(model).map_err(value_error)?);
         Ok(Self { decoder, head_dim })
     }
 

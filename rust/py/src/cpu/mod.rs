@@ -7,12 +7,14 @@
 //! thread must not write the arrays meanwhile (a table entry that changes under a kernel is caught
 //! where it is used, and is a `RuntimeError`).
 
-mod decoder;
-mod kv;
-mod sampling;
+pub(crate) mod decoder;
+pub(crate) mod kv;
+pub(crate) mod sampling;
 mod weights;
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use fastserve_cpu as cpu;
 use fastserve_cpu::{Attention, Isa, KvView, KvViewMut, Rope};
@@ -32,6 +34,10 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Weight>()?;
     module.add_class::<Layer>()?;
     module.add_class::<Decoder>()?;
+    module.add_class::<sampling::Sampler>()?;
+    module.add_class::<sampling::Samples>()?;
+    module.add("NOT_FINITE", cpu::sampling::NOT_FINITE)?;
+    module.add("ALL_MASKED", cpu::sampling::ALL_MASKED)?;
     module.add_function(wrap_pyfunction!(weights::weight_formats, &module)?)?;
     module.add_function(wrap_pyfunction!(weights::decode, &module)?)?;
     module.add_function(wrap_pyfunction!(weights::encode, &module)?)?;
@@ -63,8 +69,8 @@ fn available_isas() -> Vec<&'static str> {
 
 /// Threads that run kernels. Idle ones sleep. May be shared by threads; calls take turns.
 #[pyclass(frozen, module = "fastserve._core.cpu")]
-struct Pool {
-    pool: cpu::Pool,
+pub(crate) struct Pool {
+    pub(crate) pool: Arc<cpu::Pool>,
 }
 
 #[pymethods]
@@ -87,7 +93,7 @@ impl Pool {
             let message = format!("num_threads: got {num_threads}, want 1 to {most}");
             return Err(PyValueError::new_err(message));
         }
-        Ok(Self { pool: cpu::Pool::new(num_threads, isa) })
+        Ok(Self { pool: Arc::new(cpu::Pool::new(num_threads, isa)) })
     }
 
     /// Threads that compute, the caller's own included.
@@ -272,12 +278,15 @@ fn run<T: Send>(
 ) -> PyResult<T> {
     match py.detach(|| catch_unwind(AssertUnwindSafe(kernel))) {
         Ok(result) => result.map_err(value_error),
-        Err(panic) => {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic");
-            Err(PyRuntimeError::new_err(format!("bug in a CPU kernel: {text}")))
-        }
+        Err(panic) => Err(PyRuntimeError::new_err(bug_text(&*panic))),
     }
+}
+
+/// What a panic of a kernel is called.
+pub(crate) fn bug_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic");
+    format!("bug in a CPU kernel: {text}")
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "signature of map_err")]

@@ -1,12 +1,17 @@
-//! What a step does with its logits: best tokens, draws, log probabilities.
+//! What a step does with its logits: the sampler, and the kernels that it is made of.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastserve_cpu as cpu;
+use fastserve_sched::plan;
+use numpy::ndarray::ArrayView;
 use numpy::{Element, IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use super::{Pool, run};
 use crate::arrays::{Array, Words};
+use crate::outputs::{Spares, view};
 
 /// Token, logit and whether the row is finite, of each row.
 type BestTokens<'py> =
@@ -14,6 +19,165 @@ type BestTokens<'py> =
 
 /// Rank of the chosen token, token ids and log probabilities of one row.
 type RowLogprobs = (usize, Vec<i32>, Vec<f32>);
+
+/// Sampling state by row slot. Samples step after step, in the order of the steps.
+#[pyclass(frozen, module = "fastserve._core.cpu")]
+pub(crate) struct Sampler {
+    state: Mutex<cpu::Sampler>,
+    /// Where `last_samples` lie, and how many there are.
+    last_samples: (usize, usize),
+    spares: Arc<Spares<cpu::Samples>>,
+}
+
+impl Sampler {
+    fn lock(&self) -> MutexGuard<'_, cpu::Sampler> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Take over the slots that `events` assign and forget those they release.
+pub(crate) fn apply_events<'a>(
+    sampler: &mut cpu::Sampler,
+    events: impl Iterator<Item = plan::SlotEvent<'a>>,
+) -> Result<(), cpu::ArgumentError> {
+    for event in events {
+        if event.assigned {
+            sampler.assign(&cpu::Assignment {
+                slot: event.slot,
+                request: event.request,
+                index: event.index,
+                num_prompt_tokens: event.num_prompt_tokens,
+                record: event.sampling,
+                tokens: event.tokens,
+            })?;
+        } else {
+            sampler.release(event.slot)?;
+        }
+    }
+    Ok(())
+}
+
+#[pymethods]
+impl Sampler {
+    #[new]
+    fn new(max_num_seqs: usize, vocab_size: usize) -> Self {
+        let sampler = cpu::Sampler::new(max_num_seqs, vocab_size);
+        let last = sampler.last_samples();
+        let last_samples = (last.as_ptr().addr(), last.len());
+        let spares = Arc::new(Spares::new(max_num_seqs, cpu::Samples::with_capacity));
+        Self { state: Mutex::new(sampler), last_samples, spares }
+    }
+
+    /// The token that each slot sampled last: a read-only view of the sampler's own memory.
+    ///
+    /// The address never changes. `sample` writes it; read it between two steps.
+    #[getter]
+    fn last_samples<'py>(this: &Bound<'py, Self>) -> Bound<'py, PyArray1<i32>> {
+        let sampler = this.get().lock();
+        let last = sampler.last_samples();
+        assert_eq!((last.as_ptr().addr(), last.len()), this.get().last_samples, "have not moved");
+        // SAFETY: the sampler keeps them at one address as long as it lives (checked above), and
+        // `this` keeps the sampler.
+        unsafe { view(this.as_any(), &ArrayView::from(last)) }
+    }
+
+    /// Take over the slots that a plan assigns and forget those it releases. The arrays are the plan's,
+    /// by their names there. To be called once for every plan, before `sample`.
+    fn apply_events(
+        &self,
+        py: Python<'_>,
+        slot_events: &Bound<'_, PyAny>,
+        event_words: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let events = Words::new_2d("slot_events", slot_events)?;
+        let payload = Words::new("event_words", event_words)?;
+        let (events, payload) = (events.slice(), payload.slice());
+        run(py, || apply_events(&mut self.lock(), plan::slot_events(events, payload)))
+    }
+
+    /// One token for every output row of a step, from `logits`, float32 `[num_outputs, vocab_size]`. The
+    /// other arrays are the plan's, by their names there.
+    #[pyo3(signature = (pool, logits, *, positions, out_rows, out_slots, out_kinds))]
+    #[expect(clippy::too_many_arguments, reason = "a plan's arrays, by name in Python")]
+    fn sample(
+        &self,
+        py: Python<'_>,
+        pool: &Pool,
+        logits: &Bound<'_, PyAny>,
+        positions: &Bound<'_, PyAny>,
+        out_rows: &Bound<'_, PyAny>,
+        out_slots: &Bound<'_, PyAny>,
+        out_kinds: &Bound<'_, PyAny>,
+    ) -> PyResult<Samples> {
+        let logits = Array::new("logits", logits)?;
+        let positions = Words::new("positions", positions)?;
+        let out_rows = Words::new("out_rows", out_rows)?;
+        let out_slots = Words::new("out_slots", out_slots)?;
+        let out_kinds = Words::new("out_kinds", out_kinds)?;
+        let outputs = cpu::Outputs {
+            positions: positions.slice(),
+            out_rows: out_rows.slice(),
+            out_slots: out_slots.slice(),
+            out_kinds: out_kinds.slice(),
+        };
+        let logits = logits.matrix()?;
+        let mut samples = self.spares.take();
+        run(py, || self.lock().sample(&pool.pool, &logits, &outputs, &mut samples))?;
+        Ok(Samples::new(samples, Arc::clone(&self.spares)))
+    }
+}
+
+/// What a step's output rows gave.
+#[pyclass(frozen, module = "fastserve._core.cpu")]
+pub(crate) struct Samples {
+    samples: cpu::Samples,
+    spares: Arc<Spares<cpu::Samples>>,
+}
+
+impl Samples {
+    pub(crate) fn new(samples: cpu::Samples, spares: Arc<Spares<cpu::Samples>>) -> Self {
+        Self { samples, spares }
+    }
+}
+
+impl Drop for Samples {
+    fn drop(&mut self) {
+        self.spares.give(std::mem::take(&mut self.samples));
+    }
+}
+
+#[pymethods]
+impl Samples {
+    /// Tokens appended a row: 1 for a sample, 0 for a score, `NOT_FINITE` or `ALL_MASKED` for a row that
+    /// failed.
+    #[getter]
+    fn counts<'py>(this: &Bound<'py, Self>) -> Bound<'py, PyArray1<i32>> {
+        // SAFETY: the class is frozen, so its vectors do not change before it is dropped.
+        unsafe { view(this.as_any(), &ArrayView::from(this.get().samples.counts.as_slice())) }
+    }
+
+    /// The sampled token a row; of no meaning where the count is not 1.
+    #[getter]
+    fn tokens<'py>(this: &Bound<'py, Self>) -> Bound<'py, PyArray1<i32>> {
+        // SAFETY: as above.
+        unsafe { view(this.as_any(), &ArrayView::from(this.get().samples.tokens.as_slice())) }
+    }
+
+    /// Of the sampled tokens that they were asked for: output row, then as `row_logprobs` returns it.
+    fn logprobs(&self) -> Vec<(i32, RowLogprobs)> {
+        self.samples.logprobs.iter().map(|(row, found)| (*row, row_of(found))).collect()
+    }
+
+    /// Of prompt tokens: request, position, then as `row_logprobs` returns it.
+    fn scores(&self) -> Vec<(u64, i32, RowLogprobs)> {
+        let scores = self.samples.scores.iter();
+        scores.map(|score| (score.request, score.position, row_of(&score.logprobs))).collect()
+    }
+}
+
+fn row_of(found: &cpu::RowLogprobs) -> RowLogprobs {
+    (found.rank, found.token_ids.clone(), found.logprobs.clone())
+}
 
 /// The best token of each row of `logits`, the lowest of equals; its logit, NaN if the row has one;
 /// and whether the row is finite.
