@@ -53,6 +53,9 @@ class Recorder(CpuRunner):
 
     scores: list[Logits]
 
+    def native_parts(self) -> None:
+        """None: every step comes through ``forward``."""
+
     def forward(self, plan: PlanView, last_samples: Words) -> Logits:
         """As the runner does it."""
         logits = super().forward(plan, last_samples)

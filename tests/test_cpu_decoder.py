@@ -73,7 +73,7 @@ def test_threads_take_turns(runner: CpuRunner) -> None:
     plan = plan_of(runner)
     want = runner.forward(plan, LAST_SAMPLES).copy()
     wrong = []
-    decoder, cache = runner._decoder._decoder, runner._cache
+    decoder, cache = runner._decoder.decoder, runner._cache
 
     def work() -> None:
         logits = np.empty_like(want)

@@ -386,7 +386,7 @@ def test_a_bug_of_the_core_ends_everything(
 
     request = engine.submit([5, 6], GREEDY)
     with monkeypatch.context() as broken:
-        broken.setattr(engine, "_core", BrokenCore())
+        broken.setattr(engine._steps, "_core", BrokenCore())
         assert engine.step() == [request]
     engine._core.close()
     assert request.output().error == "the engine stopped: index out of bounds"

@@ -52,6 +52,7 @@ PYTHON_FLOORS = {
     "request_table": 3,
     "runner": 3,
     "sampler": 3,
+    "steps": 3,
     "text": 3,
     # The binding and plain data: no model.
     "_core": 2,

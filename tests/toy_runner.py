@@ -69,6 +69,9 @@ class ToyRunner:
     def step_costs(self) -> None:
         return None
 
+    def native_parts(self) -> None:
+        return None
+
     def allocate_kv(
         self, num_blocks: int, block_size: int, block_tables: NDArray[np.int32]
     ) -> None:

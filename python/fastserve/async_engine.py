@@ -6,7 +6,7 @@
         async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=50)):
             print(output.outputs[0].text)
 
-The steps run on a thread of the engine's own, which sleeps while there is nothing to do. Outputs
+A thread of the engine's own looks after the steps, and sleeps while there is nothing to do. Outputs
 say everything so far; a reader that is slower than the engine misses intermediate ones, never text,
 and nothing piles up for it::
 

@@ -19,7 +19,8 @@
 ``examples/embed_scheduler.py`` is that loop with a toy model. What a plan holds is described by
 :class:`PlanView`, section by section.
 
-Threads: one thread steps a ``Core``; a second one inside it gets ``RuntimeError`` at once. An
+Threads: one thread steps a ``Core``; a second one inside it gets ``RuntimeError`` at once (where a
+``StepLoop`` steps it, as in an engine on the CPU, others wait for the thread, without the GIL). An
 ``Inbox`` may be used from any thread and never waits for a step. No call gives up the GIL: each
 takes microseconds, and getting the GIL back can take milliseconds. Free-threaded Python is not
 supported. Nothing here can be pickled: a ``Core`` stays in its process, numbers and arrays travel.

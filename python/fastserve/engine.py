@@ -1,18 +1,20 @@
-"""The step loop: plan, forward, sample, commit.
+"""An engine: requests in, steps, and what they have to say back to the requests.
 
 ::
 
     submit ─▶ Inbox          step ─┬─ core.plan(now, arena)        Rust writes the plan
-    (any thread)                   ├─ runner.forward(plan)         K and V, logits
-                                   ├─ sampler.sample(logits)       a token a row
+    (any thread)                   ├─ forward                      K and V, logits
+                                   ├─ sample                       a token a row
                                    └─ core.commit(step, ...)  ─▶   requests that have news
 
-An engine has no thread of its own. Whoever owns it calls :meth:`Engine.step` while there is work,
-from one thread at a time; ``LLM`` does that until its prompts are answered, ``AsyncEngine`` on a
-thread that it starts. Submitting and aborting may be done from any thread.
+Whoever owns an engine calls :meth:`Engine.step` while there is work, from one thread at a time;
+``LLM`` does that until its prompts are answered, ``AsyncEngine`` on a thread that it starts.
+Submitting and aborting may be done from any thread. Where the forward pass is Python, a step is run
+by that call. On the CPU's own kernels a thread in Rust runs steps, from the first call on; it is
+some steps ahead, and the call takes what it has to say (:mod:`fastserve.steps`).
 
 With more than one step in flight, step k+1 is planned before step k is run: a token that is not
-known yet stands in the plan as −1 − slot and is taken from ``Sampler.last_samples``, and block
+known yet stands in the plan as −1 − slot and is taken from the sampler's last samples, and block
 tables are a copy that follows the plans' edits, as a device's would be.
 
 What goes wrong:
@@ -31,30 +33,26 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from fastserve.active_request import FINISHED_BY_ERROR, ActiveRequest
-from fastserve.arena import Arena
 from fastserve.config import EngineConfig
 from fastserve.core import Core
-from fastserve.errors import FastserveError, KernelError, ModelError
+from fastserve.errors import EngineDeadError, FastserveError, ModelError
 from fastserve.philox import derive_seed
 from fastserve.prompts import Prompt, as_sampling_params, tokenize
 from fastserve.request_table import RequestTable
-from fastserve.sampler import ALL_MASKED, NOT_FINITE, Sampler, SampleResult
+from fastserve.sampler import ALL_MASKED, NOT_FINITE
 from fastserve.sampling_params import ParameterError, SamplingParams
 from fastserve.sampling_record import encode
 from fastserve.sizing import core_keywords
+from fastserve.steps import FORKED, make_steps
 
 if TYPE_CHECKING:
-    from fastserve.core import PlanSizes, StepOutputs
     from fastserve.progress import LoadingBar
     from fastserve.runner import Runner
+    from fastserve.steps import News
     from fastserve.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
@@ -69,12 +67,9 @@ _ROW_FAILED: Final = {
 """What an output row with this count means."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A step that is planned and not run."""
-
-    sizes: PlanSizes
-    arena: Arena
+def _why(failure: str | None, count: int) -> str | None:
+    """What to tell a request that ended with ``error``."""
+    return _ROW_FAILED.get(count) if failure is None else f"the step failed: {failure}"
 
 
 class Engine:
@@ -93,7 +88,7 @@ class Engine:
         model_name: As given.
         max_model_len: Longest sequence, prompt and output, in force.
         vocab_size: Token ids are below it.
-        ran_step: Whether the last call of :meth:`step` ran one. If not, the next will not either,
+        ran_step: Whether the last call of :meth:`step` had one. If not, the next will not either,
             unless something is submitted, aborted or resumed.
 
     Raises:
@@ -132,20 +127,8 @@ class Engine:
             )
         self.max_model_len: int = self.core_config["max_model_len"]
         self._inbox = self._core.inbox()
-        self._runner: Runner | None = runner
-        self._max_in_flight: int = self.core_config["max_num_steps_in_flight"]
-        self._block_tables = self._core.block_tables
-        if self._max_in_flight > 1:
-            # The core's own tables are those of the step planned last, not of the step being run.
-            self._block_tables = np.zeros_like(self._core.block_tables)
-        runner.allocate_kv(self.core_config["num_blocks"], config.block_size, self._block_tables)
-        self._sampler = Sampler(self.core_config["max_num_seqs"], runner.vocab_size, runner.pool)
+        self._steps = make_steps(self._core, runner, config.block_size)
         self._eos_token_ids = tuple(runner.config.eos_token_ids)
-        layout, num_words = self._core.layout, self._core.plan_words
-        arenas = [Arena(layout, num_words) for _ in range(self._max_in_flight + 1)]
-        self._next_arena = itertools.cycle(arenas).__next__
-        self._planned: deque[_Planned] = deque()
-        self._spare_arena = self._next_arena()
         self._requests = RequestTable()
         self._numbers = itertools.count(1)
         self.ran_step = False
@@ -269,7 +252,7 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """Whether it takes requests and steps."""
-        return self._requests.closed is None
+        return self._requests.closed is None and not self._steps.is_lost
 
     @property
     def num_active(self) -> int:
@@ -278,10 +261,10 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether anything waits, runs or is in flight."""
-        return self.is_alive and self._core.has_work()
+        return self.is_alive and self._steps.has_work()
 
     def step(self) -> list[ActiveRequest]:
-        """Run one step.
+        """Run one step, or take what was run since the last call.
 
         Returns:
             The requests that have news: tokens, or an end. Empty also where nothing could run.
@@ -291,63 +274,27 @@ class Engine:
         """
         self.check_alive()
         try:
-            return self._step()
+            news = self._steps.next()
+            self.ran_step = any(one.is_step for one in news)
+            return self._deliver(news)
         except Exception as error:  # A bug, the core's or ours; or the device is gone.
             logger.exception("the engine stops")
             return self._die(f"the engine stopped: {error}")
 
-    def _step(self) -> list[ActiveRequest]:
-        self._plan_ahead()
-        self.ran_step = bool(self._planned)
-        if not self.ran_step:
-            return self._deliver(self._core.take_outputs())
-        step = self._planned[0].sizes.step
-        try:
-            result = self._run(self._planned[0])
-        except KernelError:
-            raise
-        except Exception as error:
-            logger.exception("step %d failed and is rolled back", step)
-            return self._deliver(self._roll_back(), failure=f"the step failed: {error}")
-        except BaseException:  # Ctrl-C in the middle of a step.
-            self._deliver(self._roll_back())
-            raise
-        self._planned.popleft()
-        outputs = self._core.commit(step, time.monotonic_ns(), result.counts, result.tokens)
-        return self._deliver(outputs, result)
+    def _deliver(self, news: list[News]) -> list[ActiveRequest]:
+        """Hand what was said to its requests. Returns those that have news."""
+        requests: dict[int, ActiveRequest] = {}
+        for one in news:
+            self._deliver_one(one, requests)
+        for request in requests.values():
+            if request.settled:
+                self._requests.remove(request)
+            elif request.finished:
+                self._requests.free_name(request)
+        return list(requests.values())
 
-    def _plan_ahead(self) -> None:
-        """Plan as many steps as may be in flight."""
-        while len(self._planned) < self._max_in_flight:
-            arena = self._spare_arena
-            sizes = self._core.plan(time.monotonic_ns(), arena.words)
-            if not sizes.is_step:
-                return
-            self._planned.append(_Planned(sizes, arena))
-            self._spare_arena = self._next_arena()
-
-    def _run(self, planned: _Planned) -> SampleResult:
-        plan = planned.arena.view(planned.sizes)
-        if self._max_in_flight > 1:
-            slots, places, blocks = plan.table_edits.T
-            self._block_tables[slots, places] = blocks
-        self._sampler.apply_events(plan)
-        assert self._runner is not None, "an engine that is alive has its runner"
-        logits = self._runner.forward(plan, self._sampler.last_samples)
-        return self._sampler.sample(logits, plan)
-
-    def _roll_back(self) -> StepOutputs:
-        """The oldest step in flight failed, and those planned on top of it with it."""
-        step = self._planned[0].sizes.step
-        self._planned.clear()
-        return self._core.fail(step, time.monotonic_ns())
-
-    def _deliver(
-        self, outputs: StepOutputs, result: SampleResult | None = None, failure: str | None = None
-    ) -> list[ActiveRequest]:
-        """Hand what a step has to say to its requests."""
-        now = time.monotonic_ns()
-        news: dict[int, ActiveRequest] = {}
+    def _deliver_one(self, news: News, requests: dict[int, ActiveRequest]) -> None:
+        result, outputs = news.result, news.outputs
         if result is not None:
             for scored in result.scores:
                 if (request := self._requests.get(scored.request_id)) is not None:
@@ -367,7 +314,7 @@ class Engine:
             request = self._requests.get(number)
             if request is None:
                 continue
-            news[number] = request
+            requests[number] = request
             if index == 0:
                 request.num_cached_tokens = num_cached
             logprobs = None
@@ -375,27 +322,27 @@ class Engine:
                 logprobs = result.logprobs.get(row)
             if code == FINISHED_BY_ERROR:
                 count = 0 if result is None or row < 0 else int(result.counts[row])
-                request.error = request.error or failure or _ROW_FAILED.get(count)
+                request.error = request.error or _why(news.failure, count)
             kept = request.take(
                 index,
                 tokens[start:end],
                 logprobs,
                 code,
                 stop_token if stop_token >= 0 else None,
-                now,
+                news.at_ns,
             )
             if kept is not None:
                 self._inbox.finish(number, index, "stop", kept)
-        for request in news.values():
-            if request.settled:
-                self._requests.remove(request)
-            elif request.finished:
-                self._requests.free_name(request)
-        return list(news.values())
 
     def check_alive(self) -> None:
         """Raise :class:`EngineDeadError` if the engine does not run any more."""
+        self._check_process()
         self._requests.check_open()
+
+    def _check_process(self) -> None:
+        """In a forked child nothing may be asked of what the parent's thread may hold."""
+        if self._steps.is_lost:
+            raise EngineDeadError(FORKED)
 
     def _die(self, why: str) -> list[ActiveRequest]:
         """Stop for good. Returns the requests that this ended."""
@@ -403,17 +350,10 @@ class Engine:
         for request in ended:
             request.fail(why)
         try:
-            self._close_core()
+            self._steps.close()
         except FastserveError:
             logger.debug("the core cannot be closed", exc_info=True)
         return ended
-
-    def _close_core(self) -> StepOutputs:
-        """Drop what is in flight and end everything. All blocks are back after it."""
-        if self._planned:
-            self._roll_back()
-        self._core.close()
-        return self._core.take_outputs()
 
     # The rest.
 
@@ -426,11 +366,10 @@ class Engine:
         ended: list[ActiveRequest] = []
         if self.is_alive:
             try:
-                ended = self._deliver(self._close_core())
+                ended = self._deliver(self._steps.close())
             except FastserveError:
                 logger.exception("the core cannot be closed")
             ended += self._die(_SHUT_DOWN)
-        self._runner = None  # And with it the weights and the cache.
         return ended
 
     def require_tokenizer(self) -> Tokenizer:
@@ -445,6 +384,7 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start and gauges of now, by name. Any thread may ask."""
+        self._check_process()
         return self._inbox.stats()
 
     def timeline(self, request: ActiveRequest) -> list[dict[str, Any]]:

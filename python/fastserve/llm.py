@@ -6,7 +6,8 @@
         outputs = llm.generate(["Hello,", "The capital of France is"], SamplingParams(max_tokens=8))
         print(outputs[0].outputs[0].text)
 
-The steps run in the caller's thread; there is no other.
+What a step has to say is looked at in the caller's thread. The step itself runs there too, or, on
+the CPU's own kernels, on a thread of the engine's.
 """
 
 from __future__ import annotations

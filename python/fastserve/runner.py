@@ -7,7 +7,7 @@ blocks, and logits for a plan. Before layer 0 a runner applies the plan's copies
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from fastserve import costs, host
@@ -25,7 +25,22 @@ from fastserve.models.rope import rope_table
 from fastserve.models.tensors import DType
 from fastserve.models.weights import DecoderWeights, Packing, Progress, load_weights
 
-__all__ = ["CpuRunner", "Logits", "Runner"]
+__all__ = ["CpuRunner", "Logits", "NativeParts", "Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeParts:
+    """What it takes to run steps without Python.
+
+    Attributes:
+        decoder: The model.
+        pool: Threads that compute.
+        cache: Keys and values.
+    """
+
+    decoder: cpu.Decoder
+    pool: cpu.Pool
+    cache: KvCache
 
 
 class Runner(Protocol):
@@ -51,6 +66,9 @@ class Runner(Protocol):
 
     def step_costs(self) -> StepCosts | None:
         """What a step takes, measured now; ``None`` where that is not known."""
+
+    def native_parts(self) -> NativeParts | None:
+        """What runs steps in place of ``forward``, once there is a cache; ``None``: nothing."""
 
     def forward(self, plan: PlanView, last_samples: Words) -> Logits:
         """Run one step.
@@ -191,6 +209,14 @@ class CpuRunner:
             num_layers=self.config.num_layers,
             weight_ratio=self.weight_bytes / layer.weight_bytes,
         )
+
+    def native_parts(self) -> NativeParts | None:
+        """The decoder and its cache, where our own kernels multiply."""
+        if self._cache is None:
+            raise RuntimeError("allocate_kv comes before the first step")
+        if not isinstance(self._decoder, NativeDecoder):
+            return None
+        return NativeParts(self._decoder.decoder, self.pool, self._cache)
 
     def forward(self, plan: PlanView, last_samples: Words) -> Logits:
         """Run one step: copies, then the decoder."""

@@ -29,6 +29,8 @@ __all__ = [
     "PlanSizes",
     "RequestError",
     "StepError",
+    "StepLoop",
+    "StepNews",
     "StepOutputs",
     "Transfer",
     "TransferError",
@@ -229,6 +231,38 @@ class StepOutputs:
     @property
     def num_output_tokens(self) -> NDArray[np.uint32]: ...
     def __len__(self) -> int: ...
+
+@final
+class StepLoop:
+    def __new__(
+        cls,
+        core: Core,
+        decoder: cpu.Decoder,
+        pool: cpu.Pool,
+        kv: NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8],
+        cos_sin: NDArray[np.float32],
+        *,
+        now: int,
+    ) -> StepLoop: ...
+    def start(self) -> None: ...
+    def fileno(self) -> int: ...
+    def has_work(self) -> bool: ...
+    def check(self) -> None: ...
+    def take(self) -> StepNews | None: ...
+    def stop(self) -> None: ...
+
+@final
+class StepNews:
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def at(self) -> int: ...
+    @property
+    def outputs(self) -> StepOutputs: ...
+    @property
+    def samples(self) -> cpu.Samples | None: ...
+    @property
+    def failure(self) -> str | None: ...
 
 @final
 class Candidate:

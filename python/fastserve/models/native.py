@@ -22,12 +22,15 @@ class NativeDecoder:
         config: The architecture.
         weights: Packed.
         pool: Threads that compute.
+
+    Attributes:
+        decoder: The extension's own.
     """
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, pool: cpu.Pool) -> None:
         self._pool = pool
         self._logits = LogitsBuffer(config.vocab_size)
-        self._decoder = cpu.Decoder(
+        self.decoder = cpu.Decoder(
             bfloat16=weights.dtype is DType.BFLOAT16,
             num_q_heads=config.num_q_heads,
             num_kv_heads=config.num_kv_heads,
@@ -52,7 +55,7 @@ class NativeDecoder:
             cache: Keys and values.
         """
         logits = self._logits.rows(plan.num_outputs)
-        self._decoder.forward(
+        self.decoder.forward(
             self._pool,
             cache.kv,
             logits,

@@ -321,6 +321,7 @@ impl Core {
     fn set_lifecycle(&mut self, lifecycle: Lifecycle) {
         self.lifecycle = lifecycle;
         self.shared.state().lifecycle = lifecycle;
+        self.shared.wake();
     }
 
     /// Forget every cached prefix (new weights, say), with requests running: what was shared before

@@ -4,7 +4,8 @@
 //! refused at once if it cannot be served. What is accepted lies in a queue that the next `plan`
 //! takes over whole. The lock is held for a few stores, never while a step is planned.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::Waker;
 
 use fastserve_base::{
     CoreConfig, FinishReason, Nanos, Request, RequestError, RequestId, SeqId, StepId, Token,
@@ -41,6 +42,7 @@ pub(crate) struct Shared {
     lowered_by_pool: bool,
     state: Mutex<State>,
     timeline: Mutex<Timeline>,
+    waker: OnceLock<Waker>,
 }
 
 /// Behind the lock.
@@ -115,6 +117,14 @@ impl Shared {
                 config.num_timeline_events as usize,
                 config.num_step_records as usize,
             )),
+            waker: OnceLock::new(),
+        }
+    }
+
+    /// Tell whoever steps that a plan may find more than the last one did. Not under a lock of ours.
+    pub(crate) fn wake(&self) {
+        if let Some(waker) = self.waker.get() {
+            waker.wake_by_ref();
         }
     }
 
@@ -177,6 +187,7 @@ impl Inbox {
         };
         drop(state);
         drop(retired);
+        self.shared.wake();
         Ok(())
     }
 
@@ -187,6 +198,8 @@ impl Inbox {
         let live = state.ids.contains_key(&id);
         if live {
             state.commands.push(Command::Abort(id));
+            drop(state);
+            self.shared.wake();
         }
         live
     }
@@ -200,6 +213,8 @@ impl Inbox {
         let live = state.ids.get(&seq.request).is_some_and(|&count| seq.index < count);
         if live {
             state.commands.push(Command::Finish { seq, reason, num_tokens_kept });
+            drop(state);
+            self.shared.wake();
         }
         live
     }
@@ -237,6 +252,15 @@ impl Inbox {
     /// Where the core stands.
     pub fn state(&self) -> Lifecycle {
         self.shared.state().lifecycle
+    }
+
+    /// Have `waker` called whenever a plan may find more than the last one did: after a submission, an
+    /// abort or a finish, and when the core is paused, resumed, drained or closed.
+    ///
+    /// For a thread that steps and sleeps while there is nothing to do. It is called in whatever thread
+    /// did it, which may hold the core. False: a waker was set before, and stays.
+    pub fn set_waker(&self, waker: Waker) -> bool {
+        self.shared.waker.set(waker).is_ok()
     }
 
     /// Whether anything lies in the inbox for the next plan.

@@ -2,8 +2,14 @@
 
 mod driver;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Wake, Waker};
+
 use driver::{Driver, request, small};
-use fastserve_base::{CoreConfig, LayerGroup, PolicyKind, Request, RequestError, RequestId, Span};
+use fastserve_base::{
+    CoreConfig, FinishReason, LayerGroup, PolicyKind, Request, RequestError, RequestId, SeqId, Span,
+};
 use fastserve_engine::{Candidate, Core, EventKind, Lifecycle, Policy};
 
 fn refusal(config: CoreConfig, request: Request) -> String {
@@ -352,7 +358,7 @@ fn the_timeline_tells_a_requests_life() {
     let kinds = |id| -> Vec<EventKind> {
         driver.inbox.timeline(RequestId(id)).iter().map(|event| event.kind).collect()
     };
-    let finished = EventKind::Finished { reason: fastserve_base::FinishReason::Length };
+    let finished = EventKind::Finished { reason: FinishReason::Length };
     assert_eq!(
         kinds(1),
         [
@@ -445,4 +451,44 @@ fn the_pool_is_known_before_the_first_plan() {
     let stats = driver.inbox.stats();
     assert_eq!((stats.capacity, stats.free, stats.held), (32, 32, 0));
     assert_eq!(stats, driver.core.stats());
+}
+
+/// Counts how often it was woken.
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_waker_is_called_where_a_plan_may_find_more() {
+    let mut core = Core::new(CoreConfig::default()).unwrap();
+    let inbox = core.inbox();
+    let count = Arc::new(Count::default());
+    assert!(inbox.set_waker(Waker::from(Arc::clone(&count))));
+    assert!(!inbox.set_waker(Waker::noop().clone()), "the first one stays");
+    let mut woken = 0;
+    let mut expect = |what: &str, times: usize| {
+        woken += times;
+        assert_eq!(count.0.load(Ordering::Relaxed), woken, "{what}");
+    };
+    let id = RequestId(7);
+    inbox.submit(Request::new(id, vec![1, 2, 3], 4)).unwrap();
+    expect("a submission", 1);
+    inbox.submit(Request::new(id, vec![1, 2, 3], 4)).unwrap_err();
+    expect("a refusal", 0);
+    assert!(inbox.finish(SeqId { request: id, index: 0 }, FinishReason::Stop, 0));
+    assert!(inbox.abort(id));
+    expect("a finish and an abort", 2);
+    assert!(!inbox.abort(RequestId(8)));
+    expect("an abort of nobody", 0);
+    core.plan(0, &mut vec![0; core.layout().words]).unwrap();
+    expect("a plan", 0);
+    core.pause();
+    core.resume();
+    core.close();
+    expect("paused, resumed and closed", 3);
 }

@@ -7,14 +7,18 @@
 //! `Core` has one owner. A second thread that enters while the first is inside gets `RuntimeError` at
 //! once, where waiting would hide the mistake; so does a scheduling policy that calls back. Everybody
 //! else uses an `Inbox`.
+//!
+//! Where a `StepLoop` steps it, its thread is the owner. It holds the core while it plans and commits;
+//! what else is called waits for that, without the GIL.
 
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use fastserve_base::{RequestId, StepError, StepId, Ticket, Token};
 use fastserve_engine::{Core as EngineCore, Results, StepOutputs as CoreOutputs};
 use numpy::PyArray2;
 use numpy::ndarray::ArrayView2;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -34,8 +38,7 @@ use crate::{convert, errors};
 /// One thread steps. The others use `inbox()`.
 #[pyclass(module = "fastserve._core", frozen)]
 pub(crate) struct Core {
-    engine: Mutex<EngineCore>,
-    health: Health,
+    shared: Arc<SharedCore>,
     policy: Option<PythonPolicy>,
     spares: Arc<Spares<CoreOutputs>>,
     vocab_size: u32,
@@ -43,21 +46,73 @@ pub(crate) struct Core {
     tables: (usize, usize, usize),
 }
 
+/// The core itself, which a [`StepLoop`](crate::steps::StepLoop) shares.
+pub(crate) struct SharedCore {
+    engine: Mutex<EngineCore>,
+    pub(crate) health: Health,
+    /// Whether the thread of a `StepLoop` steps it.
+    is_driven: AtomicBool,
+}
+
+impl SharedCore {
+    /// Enter the core in the thread that drives it.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, EngineCore> {
+        // A panic leaves poison and a bug in `health`, which is asked before anything else is done.
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Say whether a thread drives the core.
+    pub(crate) fn set_driven(&self, is_driven: bool) {
+        self.is_driven.store(is_driven, Ordering::Release);
+    }
+
+    fn is_driven(&self) -> bool {
+        self.is_driven.load(Ordering::Acquire)
+    }
+}
+
 impl Core {
+    /// What a `StepLoop` shares, or why there can be none.
+    pub(crate) fn share(&self) -> PyResult<Arc<SharedCore>> {
+        if self.policy.is_some() {
+            return Err(PyValueError::new_err(
+                "core: its scheduling_policy is a Python object, which cannot be called without the \
+                 GIL; want one by name",
+            ));
+        }
+        Ok(Arc::clone(&self.shared))
+    }
+
+    /// Vectors for outputs.
+    pub(crate) fn spares(&self) -> Arc<Spares<CoreOutputs>> {
+        Arc::clone(&self.spares)
+    }
+
+    /// Rows and columns of the block tables.
+    pub(crate) fn tables_shape(&self) -> (usize, usize) {
+        (self.tables.0, self.tables.1)
+    }
+
     /// Enter the core, or say why not.
     fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&mut EngineCore) -> T) -> PyResult<T> {
-        let mut core = match self.engine.try_lock() {
-            Ok(core) => core,
-            // A panic is caught while the lock is held and leaves no poison; `health` remembers it.
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err(PyRuntimeError::new_err(
-                    "this Core is inside another call: one thread steps, the others use an Inbox, \
-                     and a scheduling policy does not call back",
-                ));
+        let shared = &self.shared;
+        let mut core = loop {
+            match shared.engine.try_lock() {
+                Ok(core) => break core,
+                // `health` remembers the panic.
+                Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) if shared.is_driven() => {
+                    py.detach(|| drop(shared.lock()));
+                }
+                Err(TryLockError::WouldBlock) => {
+                    return Err(PyRuntimeError::new_err(
+                        "this Core is inside another call: one thread steps, the others use an \
+                         Inbox, and a scheduling policy does not call back",
+                    ));
+                }
             }
         };
-        let result = self.health.guarded(py, || call(&mut core));
+        let result = shared.health.guarded(py, || call(&mut core));
         drop(core);
         if let Some(policy) = &self.policy {
             policy.report(py);
@@ -75,12 +130,22 @@ impl Core {
         Ok((tokens, convert::places(places)?))
     }
 
+    /// Stepping belongs to whoever drives.
+    fn check_is_not_driven(&self) -> PyResult<()> {
+        if self.shared.is_driven() {
+            let text = "a StepLoop steps this Core and takes its outputs; stop that first";
+            return Err(PyRuntimeError::new_err(text));
+        }
+        Ok(())
+    }
+
     /// Enter the core with empty outputs and return them filled.
     fn with_outputs(
         &self,
         py: Python<'_>,
         call: impl FnOnce(&mut EngineCore) -> Result<(), StepError>,
     ) -> PyResult<StepOutputs> {
+        self.check_is_not_driven()?;
         let mut filled = self.spares.take();
         let result = self.with(py, |core| {
             call(core)?;
@@ -127,8 +192,11 @@ impl Core {
             spares: Arc::new(Spares::new(rows, CoreOutputs::with_capacity)),
             vocab_size: core.config().vocab_size,
             tables: (rows, columns, core.block_tables().as_ptr().addr()),
-            engine: Mutex::new(core),
-            health,
+            shared: Arc::new(SharedCore {
+                engine: Mutex::new(core),
+                health,
+                is_driven: AtomicBool::new(false),
+            }),
             policy,
         })
     }
@@ -190,12 +258,12 @@ impl Core {
     /// The message of the bug that stopped this core, if one did. Never raises.
     #[getter]
     fn bug(&self) -> Option<&str> {
-        self.health.bug()
+        self.shared.health.bug()
     }
 
     /// A handle for the other threads.
     fn inbox(&self, py: Python<'_>) -> PyResult<Inbox> {
-        self.with(py, |core| Inbox::new(core.inbox(), self.health.clone(), core.config()))
+        self.with(py, |core| Inbox::new(core.inbox(), self.shared.health.clone(), core.config()))
     }
 
     /// Write the next step's plan into `arena` and return its sizes.
@@ -205,6 +273,7 @@ impl Core {
     /// of the caller's. Raises `StepError` if too many steps are in flight, the arena is too short or
     /// the core is closed.
     fn plan(&self, py: Python<'_>, now: u64, arena: &Bound<'_, PyAny>) -> PyResult<PlanSizes> {
+        self.check_is_not_driven()?;
         let mut arena = convert::words_mut("arena", arena)?;
         let words = arena.as_slice_mut()?;
         let sizes = self.with(py, |core| core.plan(now, words))?;

@@ -65,21 +65,28 @@ impl Health {
         if let Some(bug) = self.bug() {
             return Err(errors::core_bug(py, &format!("this Core stopped at a bug: {bug}"), None));
         }
+        self.caught(call).ok_or_else(|| self.first_report(py))
+    }
+
+    /// Call into the core in a thread without the GIL. `None`: it panicked, and what `first_report` says
+    /// is known.
+    pub(crate) fn caught<T>(&self, call: impl FnOnce() -> T) -> Option<T> {
         let watch = Watch::set(Some(self.clone()));
         let caught = panic::catch_unwind(AssertUnwindSafe(call));
         drop(watch);
-        caught.map_err(|_| {
-            // The hook ran before the stack was unwound, so the bug is there.
-            let bug = self.bug.get_or_init(Bug::default);
-            let text = &bug.text;
-            errors::core_bug(
-                py,
-                &format!(
-                    "bug in the core, which cannot be used any more; please report it: {text}"
-                ),
-                bug.backtrace.as_deref(),
-            )
-        })
+        caught.ok()
+    }
+
+    /// The exception for a panic that has just been caught.
+    pub(crate) fn first_report(&self, py: Python<'_>) -> PyErr {
+        // The hook ran before the stack was unwound, so the bug is there.
+        let bug = self.bug.get_or_init(Bug::default);
+        let text = &bug.text;
+        errors::core_bug(
+            py,
+            &format!("bug in the core, which cannot be used any more; please report it: {text}"),
+            bug.backtrace.as_deref(),
+        )
     }
 }
 

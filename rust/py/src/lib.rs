@@ -8,9 +8,10 @@
 //! | [`core`], [`inbox`], [`outputs`], [`policy`] | `_core` (public as `fastserve.core`) | `fastserve-engine` |
 //! | [`cpu`] | `_core.cpu` | `fastserve-cpu` |
 //! | [`text`] | `_core.text` | `fastserve-text` |
+//! | [`steps`] | `_core` | the engine and the CPU's decoder together: a thread that steps |
 //!
 //! The extension needs the GIL: plans and commits rely on it for order, and free-threaded Python is
-//! not claimed.
+//! not claimed. [`steps`] alone has a thread of its own, which never takes it.
 
 mod arrays;
 mod config;
@@ -22,6 +23,7 @@ mod guard;
 mod inbox;
 mod outputs;
 mod policy;
+mod steps;
 mod text;
 
 use fastserve_base::CoreConfig;
@@ -46,6 +48,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<outputs::StepOutputs>()?;
     module.add_class::<outputs::Transfer>()?;
     module.add_class::<policy::Candidate>()?;
+    module.add_class::<steps::StepLoop>()?;
+    module.add_class::<steps::StepNews>()?;
     constants(module)?;
     cpu::register(module)?;
     text::register(module)

@@ -1,0 +1,275 @@
+"""How the steps of an engine are run, behind one interface.
+
+* :class:`PythonSteps` runs a step when it is asked for news: for runners whose forward pass is
+  Python.
+* :class:`NativeSteps` takes what a Rust thread has to say that never takes the GIL
+  (``rust/py/src/steps``): for a model on the CPU's own kernels. The thread runs ahead of whoever
+  reads, so text is made of step k while step k + 1 is computed.
+
+Either tells what happened as :class:`News`, in the order in which it happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import select
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from fastserve._core import StepLoop
+from fastserve.arena import Arena, Words
+from fastserve.errors import KernelError
+from fastserve.sampler import Sampler, SampleResult
+
+if TYPE_CHECKING:
+    from fastserve.core import Core, PlanSizes, StepOutputs
+    from fastserve.runner import NativeParts, Runner
+
+__all__ = ["FORKED", "NativeSteps", "News", "PythonSteps", "Steps", "make_steps"]
+
+logger = logging.getLogger("fastserve.engine")
+
+FORKED: Final = (
+    "the engine belongs to the process that this one was forked from; make one in each process"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What one step has to say, or the time between two.
+
+    Attributes:
+        outputs: For each sequence with something to say.
+        at_ns: When, on ``time.monotonic_ns``.
+        is_step: Whether a step was run.
+        result: What its output rows gave; ``None`` where it failed.
+        failure: What failed; the step was rolled back.
+    """
+
+    outputs: StepOutputs
+    at_ns: int
+    is_step: bool
+    result: SampleResult | None = None
+    failure: str | None = None
+
+
+class Steps(Protocol):
+    """Runs the steps of one core. One thread at a time asks it.
+
+    Attributes:
+        is_lost: Whether this is a forked process, which has not what it takes.
+    """
+
+    is_lost: bool
+
+    def has_work(self) -> bool:
+        """Whether anything waits, runs, is in flight or has not been told."""
+
+    def next(self) -> list[News]:
+        """What is new, after at least one step if there is work. Empty where nothing could run.
+
+        Raises:
+            KernelError: The device is gone.
+            CoreBug: A bug of the core.
+        """
+
+    def close(self) -> list[News]:
+        """Drop what is in flight and end everything. All blocks are back after it."""
+
+
+def make_steps(core: Core, runner: Runner, block_size: int) -> Steps:
+    """Allocate the runner's cache for `core`, and get ready to step both."""
+    num_blocks: int = core.config["num_blocks"]
+    in_flight: int = core.config["max_num_steps_in_flight"]
+    tables = core.block_tables
+    if in_flight > 1:
+        # The core's own tables are those of the step planned last, not of the step being run.
+        tables = np.zeros_like(tables)
+    runner.allocate_kv(num_blocks, block_size, tables)
+    parts = runner.native_parts()
+    if parts is not None:
+        return NativeSteps(core, parts)
+    return PythonSteps(core, runner, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step that is planned and not run."""
+
+    sizes: PlanSizes
+    arena: Arena
+
+
+class PythonSteps:
+    """Runs a step in whatever thread asks for news.
+
+    Args:
+        core: Plans and commits.
+        runner: Runs the forward pass. Its cache is allocated.
+        block_tables: What the runner reads: the core's own, or a copy where several steps may be in
+            flight, which follows the plans' edits.
+    """
+
+    is_lost = False
+
+    def __init__(self, core: Core, runner: Runner, block_tables: Words) -> None:
+        self._core = core
+        self._runner: Runner | None = runner
+        self._block_tables = block_tables
+        config = core.config
+        self._max_in_flight: int = config["max_num_steps_in_flight"]
+        self._sampler = Sampler(config["max_num_seqs"], runner.vocab_size, runner.pool)
+        layout, num_words = core.layout, core.plan_words
+        arenas = [Arena(layout, num_words) for _ in range(self._max_in_flight + 1)]
+        self._next_arena = itertools.cycle(arenas).__next__
+        self._planned: deque[_Planned] = deque()
+        self._spare_arena = self._next_arena()
+        self._untold: list[News] = []
+
+    def has_work(self) -> bool:
+        """As the protocol says."""
+        return bool(self._untold) or self._core.has_work()
+
+    def next(self) -> list[News]:
+        """As the protocol says: runs one step."""
+        self._plan_ahead()
+        told, self._untold = self._untold, []
+        if self._planned:
+            return [*told, self._step()]
+        outputs = self._core.take_outputs()
+        return [*told, News(outputs, time.monotonic_ns(), is_step=False)]
+
+    def _step(self) -> News:
+        step = self._planned[0].sizes.step
+        try:
+            result = self._run(self._planned[0])
+        except KernelError:
+            raise
+        except Exception as error:
+            logger.exception("step %d failed and is rolled back", step)
+            return self._roll_back(str(error))
+        except BaseException:  # Ctrl-C in the middle of a step.
+            self._untold.append(self._roll_back())
+            raise
+        self._planned.popleft()
+        now = time.monotonic_ns()
+        outputs = self._core.commit(step, now, result.counts, result.tokens)
+        return News(outputs, now, is_step=True, result=result)
+
+    def _plan_ahead(self) -> None:
+        """Plan as many steps as may be in flight."""
+        while len(self._planned) < self._max_in_flight:
+            arena = self._spare_arena
+            sizes = self._core.plan(time.monotonic_ns(), arena.words)
+            if not sizes.is_step:
+                return
+            self._planned.append(_Planned(sizes, arena))
+            self._spare_arena = self._next_arena()
+
+    def _run(self, planned: _Planned) -> SampleResult:
+        plan = planned.arena.view(planned.sizes)
+        if self._max_in_flight > 1:
+            slots, places, blocks = plan.table_edits.T
+            self._block_tables[slots, places] = blocks
+        self._sampler.apply_events(plan)
+        assert self._runner is not None, "an engine that is alive has its runner"
+        logits = self._runner.forward(plan, self._sampler.last_samples)
+        return self._sampler.sample(logits, plan)
+
+    def _roll_back(self, failure: str | None = None) -> News:
+        """The oldest step in flight failed, and those planned on top of it with it."""
+        step, now = self._planned[0].sizes.step, time.monotonic_ns()
+        self._planned.clear()
+        return News(self._core.fail(step, now), now, is_step=True, failure=failure)
+
+    def close(self) -> list[News]:
+        """As the protocol says."""
+        self._runner = None  # And with it the weights and the cache.
+        told, self._untold = self._untold, []
+        if self._planned:
+            told.append(self._roll_back())
+        return [*told, _last_words(self._core)]
+
+
+class NativeSteps:
+    """Takes what a thread of the extension has to say, which steps while Python does other things.
+
+    Args:
+        core: Stepped by the thread from now on; what else is called waits for a plan or a commit.
+        parts: The model and its cache.
+    """
+
+    def __init__(self, core: Core, parts: NativeParts) -> None:
+        self._core = core
+        self._loop: StepLoop | None = StepLoop(
+            core,
+            parts.decoder,
+            parts.pool,
+            parts.cache.kv,
+            parts.cache.cos_sin,
+            now=time.monotonic_ns(),
+        )
+        self._readable = select.poll()
+        self._readable.register(self._loop.fileno(), select.POLLIN)
+        self.is_lost = False
+        _native.add(self)
+
+    def has_work(self) -> bool:
+        """As the protocol says."""
+        return self._loop is not None and self._loop.has_work()
+
+    def next(self) -> list[News]:
+        """As the protocol says: all that the thread said since the last time, or will say next."""
+        loop = self._loop
+        assert loop is not None, "an engine that is alive has its loop"
+        loop.start()
+        told = self._take_all(loop)
+        while not told and loop.has_work():
+            self._readable.poll()  # Ctrl-C ends it, as any call of Python's.
+            told = self._take_all(loop)
+        if not told:
+            loop.check()
+        return told
+
+    def _take_all(self, loop: StepLoop) -> list[News]:
+        """What was said and not taken."""
+        told: list[News] = []
+        while (news := loop.take()) is not None:
+            if news.failure is not None:
+                logger.error("step %s failed and is rolled back: %s", news.step, news.failure)
+            result = None if news.samples is None else SampleResult.of(news.samples)
+            told.append(News(news.outputs, news.at, news.step is not None, result, news.failure))
+        return told
+
+    def close(self) -> list[News]:
+        """As the protocol says. Waits for the step that runs."""
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return []
+        loop.stop()
+        return [*self._take_all(loop), _last_words(self._core)]
+
+
+def _last_words(core: Core) -> News:
+    """End everything that the core has."""
+    core.close()
+    return News(core.take_outputs(), time.monotonic_ns(), is_step=False)
+
+
+_native: weakref.WeakSet[NativeSteps] = weakref.WeakSet()
+
+
+def _lose_threads() -> None:
+    """A forked child has none of its parent's threads."""
+    for steps in _native:
+        steps.is_lost = True
+
+
+os.register_at_fork(after_in_child=_lose_threads)
