@@ -211,11 +211,9 @@ class CpuRunner:
         )
 
     def native_parts(self) -> NativeParts | None:
-        """The decoder and its cache, where our own kernels multiply."""
+        """The decoder and its cache."""
         if self._cache is None:
             raise RuntimeError("allocate_kv comes before the first step")
-        if not isinstance(self._decoder, NativeDecoder):
-            return None
         return NativeParts(self._decoder.decoder, self.pool, self._cache)
 
     def forward(self, plan: PlanView, last_samples: Words) -> Logits:
