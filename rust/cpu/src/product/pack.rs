@@ -1,16 +1,17 @@
 //! From a row of a file to its lane of a panel.
 //!
 //! A panel's block holds the same block of 16 rows: first what belongs to the whole block, then the
-//! numbers in the order of K, those of 16 rows side by side. Two half bytes that share a byte are
-//! neighbours in K, the first in the low half.
+//! numbers in the order of K, those of 16 rows side by side. Half bytes that share a byte, and eights of
+//! them that share a word, are neighbours in K, the first lowest: a mask of 16 words then has as many
+//! numbers, in the lanes where they belong.
 //!
 //! ```text
 //! F32         number[16]
 //! BF16        pair of numbers[16], the second first
 //! Q8_0        scale f16[16]                 number i8[32][16]
-//! Q4_0        scale f16[16]                 pair u8[16][16]
-//! Q4_1        scale f16[16] min f16[16]     pair u8[16][16]
-//! Q4_K        scale f16[16] min f16[16]     8 × ( scale u8[16] min u8[16] pair u8[16][16] )
+//! Q4_0        scale f16[16]                 eight u32[4][16]
+//! Q4_1        scale f16[16] min f16[16]     eight u32[4][16]
+//! Q4_K        scale f16[16] min f16[16]     8 × ( scale u8[16] min u8[16] eight u32[4][16] )
 //! Q6_K        scale f16[16]                 16 × ( scale i8[16] low pair u8[8][16] high four u8[4][16] )
 //! ```
 //!
@@ -42,12 +43,12 @@ pub(super) fn row(format: WeightFormat, rows: Rows<'_>, bytes: &[u8]) {
         }),
         WeightFormat::Q4_0 => each(format, rows, bytes, |to, block: &[u8; 18]| {
             to.put(&block[..2]);
-            to.put_pairs(&block::half_bytes(&block[2..]));
+            to.put_eights(&block::half_bytes(&block[2..]));
         }),
         WeightFormat::Q4_1 => each(format, rows, bytes, |to, block: &[u8; 20]| {
             to.put(&block[..2]);
             to.put(&block[2..4]);
-            to.put_pairs(&block::half_bytes(&block[4..]));
+            to.put_eights(&block::half_bytes(&block[4..]));
         }),
         WeightFormat::Q4K => each(format, rows, bytes, q4_k),
         WeightFormat::Q6K => each(format, rows, bytes, q6_k),
@@ -93,6 +94,13 @@ impl Share<'_> {
         self.at += LANES * bytes.len();
     }
 
+    /// Numbers of four bits, eight to a word.
+    fn put_eights(&mut self, numbers: &[u8; 32]) {
+        for &[a, b, c, d, e, f, g, h] in numbers.as_chunks().0 {
+            self.put(&[a | b << 4, c | d << 4, e | f << 4, g | h << 4]);
+        }
+    }
+
     /// Numbers of four bits, two to a byte.
     fn put_pairs(&mut self, numbers: &[u8]) {
         for [low, high] in numbers.as_chunks().0 {
@@ -108,7 +116,7 @@ fn q4_k(to: &mut Share<'_>, block: &[u8; 144]) {
         let (scale, min) = block::q4_k_scales(block, group);
         to.put(&[scale]);
         to.put(&[min]);
-        to.put_pairs(&block::q4_k_numbers(block, group));
+        to.put_eights(&block::q4_k_numbers(block, group));
     }
 }
 

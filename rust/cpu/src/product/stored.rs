@@ -113,16 +113,29 @@ impl Stored for Q8 {
     }
 }
 
-/// Four positions of K from two rows of pairs.
+/// What position i of four half bytes comes too large by, see [`Simd::load_fours_u4`]. Powers of two, so
+/// that a scale takes them back without a rounding: no scale here is below 2^-24.
+const TOO_LARGE: [f32; FOUR] = [1.0, 16.0, 256.0, 4096.0];
+
+/// Positions `4 * at ..` of a group of half bytes, too large.
 ///
 /// # Safety
 ///
-/// 32 bytes are readable at `from`.
+/// `numbers` has more than `at` times sixteen times two bytes.
 #[inline(always)]
-unsafe fn pairs<S: Simd>(s: S, from: *const u8) -> [S::V; FOUR] {
-    // SAFETY: the caller's promise.
-    let (first, second) = unsafe { (s.load_pairs_u4(from), s.load_pairs_u4(from.add(LANES))) };
-    [first.0, first.1, second.0, second.1]
+unsafe fn half_bytes<S: Simd>(s: S, numbers: *const u8, at: usize) -> [S::V; FOUR] {
+    // SAFETY: the caller's promise; fours come in twos.
+    unsafe { s.load_fours_u4(numbers.add(at / 2 * 4 * LANES), at % 2) }
+}
+
+/// A scale for each of four positions that come too large.
+#[inline(always)]
+fn scales_of_four<S: Simd>(s: S, scale: S::V) -> [S::V; FOUR] {
+    let mut out = [scale; FOUR];
+    for (out, by) in out.iter_mut().zip(TOO_LARGE) {
+        *out = s.mul(scale, s.splat(1.0 / by));
+    }
+    out
 }
 
 /// `scale * (number - 8)`, half bytes.
@@ -130,20 +143,26 @@ struct Q4Signed;
 
 impl Stored for Q4Signed {
     const GROUP: usize = 32;
-    type Scales<V: Copy> = V;
+    type Scales<V: Copy> = [V; FOUR];
 
     #[inline(always)]
-    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> (S::V, *const u8) {
+    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> ([S::V; FOUR], *const u8) {
         let block = panel.wrapping_add(group * 18 * LANES);
         // SAFETY: the caller's promise.
-        (unsafe { s.load_f16(block.cast()) }, block.wrapping_add(2 * LANES))
+        let scale = unsafe { s.load_f16(block.cast()) };
+        (scales_of_four(s, scale), block.wrapping_add(2 * LANES))
     }
     #[inline(always)]
-    unsafe fn four<S: Simd>(s: S, scale: S::V, numbers: *const u8, at: usize) -> [S::V; FOUR] {
-        // SAFETY: the caller's promise: 32 bytes.
-        let mut out = unsafe { pairs(s, numbers.wrapping_add(at * 2 * LANES)) };
-        for out in &mut out {
-            *out = s.mul(s.sub(*out, s.splat(8.0)), scale);
+    unsafe fn four<S: Simd>(
+        s: S,
+        scales: [S::V; FOUR],
+        numbers: *const u8,
+        at: usize,
+    ) -> [S::V; FOUR] {
+        // SAFETY: the caller's promise: eight fours.
+        let mut out = unsafe { half_bytes(s, numbers, at) };
+        for i in 0..FOUR {
+            out[i] = s.mul(s.sub(out[i], s.splat(8.0 * TOO_LARGE[i])), scales[i]);
         }
         out
     }
@@ -154,26 +173,31 @@ struct Q4Min;
 
 impl Stored for Q4Min {
     const GROUP: usize = 32;
-    type Scales<V: Copy> = (V, V);
+    type Scales<V: Copy> = ([V; FOUR], V);
 
     #[inline(always)]
-    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> ((S::V, S::V), *const u8) {
+    unsafe fn open<S: Simd>(
+        s: S,
+        panel: *const u8,
+        group: usize,
+    ) -> (Self::Scales<S::V>, *const u8) {
         let block = panel.wrapping_add(group * 20 * LANES);
         // SAFETY: the caller's promise.
-        let scales = unsafe { (s.load_f16(block.cast()), s.load_f16(block.add(2 * LANES).cast())) };
-        (scales, block.wrapping_add(4 * LANES))
+        let (scale, min) =
+            unsafe { (s.load_f16(block.cast()), s.load_f16(block.add(2 * LANES).cast())) };
+        ((scales_of_four(s, scale), min), block.wrapping_add(4 * LANES))
     }
     #[inline(always)]
     unsafe fn four<S: Simd>(
         s: S,
-        (scale, min): (S::V, S::V),
+        (scales, min): Self::Scales<S::V>,
         numbers: *const u8,
         at: usize,
     ) -> [S::V; FOUR] {
-        // SAFETY: the caller's promise: 32 bytes.
-        let mut out = unsafe { pairs(s, numbers.wrapping_add(at * 2 * LANES)) };
-        for out in &mut out {
-            *out = s.add(s.mul(*out, scale), min);
+        // SAFETY: the caller's promise: eight fours.
+        let mut out = unsafe { half_bytes(s, numbers, at) };
+        for i in 0..FOUR {
+            out[i] = s.add(s.mul(out[i], scales[i]), min);
         }
         out
     }
@@ -184,31 +208,35 @@ struct Q4K;
 
 impl Stored for Q4K {
     const GROUP: usize = 32;
-    type Scales<V: Copy> = (V, V);
+    type Scales<V: Copy> = ([V; FOUR], V);
 
     #[inline(always)]
-    unsafe fn open<S: Simd>(s: S, panel: *const u8, group: usize) -> ((S::V, S::V), *const u8) {
+    unsafe fn open<S: Simd>(
+        s: S,
+        panel: *const u8,
+        group: usize,
+    ) -> (Self::Scales<S::V>, *const u8) {
         let block = panel.wrapping_add(group / 8 * 148 * LANES);
         let own = block.wrapping_add((4 + group % 8 * 18) * LANES);
         // SAFETY: the caller's promise.
         let scales = unsafe {
             let scale = s.mul(s.load_u8(own), s.load_f16(block.cast()));
             let min = s.mul(s.load_u8(own.add(LANES)), s.load_f16(block.add(2 * LANES).cast()));
-            (scale, min)
+            (scales_of_four(s, scale), min)
         };
         (scales, own.wrapping_add(2 * LANES))
     }
     #[inline(always)]
     unsafe fn four<S: Simd>(
         s: S,
-        (scale, min): (S::V, S::V),
+        (scales, min): Self::Scales<S::V>,
         numbers: *const u8,
         at: usize,
     ) -> [S::V; FOUR] {
-        // SAFETY: the caller's promise: 32 bytes.
-        let mut out = unsafe { pairs(s, numbers.wrapping_add(at * 2 * LANES)) };
-        for out in &mut out {
-            *out = s.sub(s.mul(*out, scale), min);
+        // SAFETY: the caller's promise: eight fours.
+        let mut out = unsafe { half_bytes(s, numbers, at) };
+        for i in 0..FOUR {
+            out[i] = s.sub(s.mul(out[i], scales[i]), min);
         }
         out
     }

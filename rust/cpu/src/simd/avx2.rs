@@ -53,7 +53,7 @@ pub(super) unsafe fn max_of_8(a: __m256) -> f32 {
 ///
 /// The machine has AVX2.
 #[inline(always)]
-pub(super) unsafe fn half_bytes(bytes: __m128i) -> (__m128i, __m128i) {
+unsafe fn half_bytes(bytes: __m128i) -> (__m128i, __m128i) {
     // SAFETY: the caller's promise.
     unsafe {
         let mask = x86::_mm_set1_epi8(15);
@@ -360,11 +360,22 @@ impl Simd for Avx2 {
         unsafe { Two(self.eight_i8(low), self.eight_i8(high)) }
     }
     #[inline(always)]
-    unsafe fn load_pairs_u4(self, from: *const u8) -> (Two, Two) {
+    unsafe fn load_fours_u4(self, from: *const u8, half: usize) -> [Two; 4] {
         // SAFETY: the caller's promise, and `self` is a proof of AVX2.
         unsafe {
-            let (low, high) = half_bytes(x86::_mm_loadu_si128(from.cast()));
-            (self.bytes(low), self.bytes(high))
+            let count = x86::_mm_cvtsi64_si128(16 * half as i64);
+            let low = x86::_mm256_srl_epi32(x86::_mm256_loadu_si256(from.cast()), count);
+            let high = x86::_mm256_srl_epi32(x86::_mm256_loadu_si256(from.add(32).cast()), count);
+            let zero = x86::_mm256_setzero_ps();
+            let mut out = [Two(zero, zero); 4];
+            for (i, out) in out.iter_mut().enumerate() {
+                let mask = x86::_mm256_set1_epi32(15 << (4 * i));
+                *out = Two(
+                    x86::_mm256_cvtepi32_ps(x86::_mm256_and_si256(low, mask)),
+                    x86::_mm256_cvtepi32_ps(x86::_mm256_and_si256(high, mask)),
+                );
+            }
+            out
         }
     }
     #[inline(always)]

@@ -5,7 +5,7 @@
 use std::arch::x86_64 as x86;
 use std::arch::x86_64::{__m128i, __m256, __m512, __m512i};
 
-use super::avx2::{fours_u6, half_bytes, max_of_8, sum_of_8};
+use super::avx2::{fours_u6, max_of_8, sum_of_8};
 use super::dispatch::run_avx512;
 use super::{Grid, Kernel, Simd};
 use crate::element::Bf16;
@@ -234,11 +234,17 @@ impl Simd for Avx512 {
         })
     }
     #[inline(always)]
-    unsafe fn load_pairs_u4(self, from: *const u8) -> (__m512, __m512) {
+    unsafe fn load_fours_u4(self, from: *const u8, half: usize) -> [__m512; 4] {
         // SAFETY: the caller's promise, and `self` is a proof of AVX-512.
         unsafe {
-            let (low, high) = half_bytes(x86::_mm_loadu_si128(from.cast()));
-            (self.bytes(low), self.bytes(high))
+            let count = x86::_mm_cvtsi64_si128(16 * half as i64);
+            let numbers = x86::_mm512_srl_epi32(x86::_mm512_loadu_si512(from.cast()), count);
+            let mut out = [x86::_mm512_setzero_ps(); 4];
+            for (i, out) in out.iter_mut().enumerate() {
+                let mask = x86::_mm512_set1_epi32(15 << (4 * i));
+                *out = x86::_mm512_cvtepi32_ps(x86::_mm512_and_si512(numbers, mask));
+            }
+            out
         }
     }
     #[inline(always)]

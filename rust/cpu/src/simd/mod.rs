@@ -127,10 +127,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// Eight bytes are readable at each of `low` and `high`.
     unsafe fn load_i8_split(self, low: *const i8, high: *const i8) -> Self::V;
-    /// Sixteen pairs of half bytes: the low ones, the high ones.
+    /// Sixteen times eight half bytes, those of a lane side by side, the first lowest: the first four, or
+    /// the others where `half` is 1. Number i comes 16^i times too large: a mask costs less than a
+    /// shift.
     /// # Safety
-    /// Sixteen bytes are readable at `from`.
-    unsafe fn load_pairs_u4(self, from: *const u8) -> (Self::V, Self::V);
+    /// 64 bytes are readable at `from`.
+    unsafe fn load_fours_u4(self, from: *const u8, half: usize) -> [Self::V; 4];
     /// Sixteen times four numbers of six bits. `low` has two rows of pairs of their low four bits,
     /// `high` has the high two bits of four numbers in each byte, the first lowest.
     /// # Safety

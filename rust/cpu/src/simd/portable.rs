@@ -212,10 +212,17 @@ impl Simd for Portable {
         low
     }
     #[inline(always)]
-    unsafe fn load_pairs_u4(self, from: *const u8) -> (Array, Array) {
+    unsafe fn load_fours_u4(self, from: *const u8, half: usize) -> [Array; 4] {
         // SAFETY: the caller's promise.
-        let bytes = unsafe { from.cast::<[u8; LANES]>().read() };
-        (bytes.map(|byte| f32::from(byte & 15)), bytes.map(|byte| f32::from(byte >> 4)))
+        let lanes = unsafe { from.cast::<[[u8; 4]; LANES]>().read() };
+        let mut out = [[0.0; LANES]; 4];
+        for (lane, bytes) in lanes.into_iter().enumerate() {
+            let numbers = u32::from_le_bytes(bytes) >> (16 * half);
+            for (i, out) in out.iter_mut().enumerate() {
+                out[lane] = (numbers & 15 << (4 * i)) as f32;
+            }
+        }
+        out
     }
     #[inline(always)]
     unsafe fn load_fours_u6(self, low: *const u8, high: *const u8) -> [Array; 4] {

@@ -222,7 +222,7 @@ struct Narrow(u8);
 
 impl Operation for Narrow {
     fn apply<S: Simd>(&self, s: S, out: &mut Vec<f32>) {
-        let bytes: [u8; 48] = std::array::from_fn(|i| {
+        let bytes: [u8; 64] = std::array::from_fn(|i| {
             self.0.wrapping_mul(37).wrapping_add((i as u8).wrapping_mul(91))
         });
         let halves: [u16; LANES] =
@@ -235,9 +235,10 @@ impl Operation for Narrow {
             let signed = bytes.as_ptr().cast::<i8>();
             push(s, out, s.load_i8_half(signed.add(3)));
             push(s, out, s.load_i8_split(signed.add(7), signed.add(29)));
-            let (low, high) = s.load_pairs_u4(bytes.as_ptr());
-            push(s, out, low);
-            push(s, out, high);
+            for number in [0, 1].into_iter().flat_map(|half| s.load_fours_u4(bytes.as_ptr(), half))
+            {
+                push(s, out, number);
+            }
             for number in s.load_fours_u6(bytes.as_ptr(), bytes.as_ptr().add(32)) {
                 push(s, out, number);
             }
@@ -261,12 +262,16 @@ fn numbers_of_few_bits() {
             let split = if lane < 8 { byte(lane + 7) } else { byte(lane - 8 + 29) };
             let half = if lane < 8 { byte(lane + 3) } else { 0 };
             assert_eq!((at(3), at(4)), (i32::from(half as i8), i32::from(split as i8)));
-            assert_eq!((at(5), at(6)), (i32::from(byte(lane) % 16), i32::from(byte(lane) / 16)));
+            for i in 0..8 {
+                let byte = byte(4 * lane + i / 2);
+                let half = if i % 2 == 0 { byte % 16 } else { byte / 16 };
+                assert_eq!(at(5 + i), i32::from(half) << (4 * (i % 4)));
+            }
             let (first, second, high) = (byte(lane), byte(lane + 16), byte(lane + 32));
             let low = [first % 16, first / 16, second % 16, second / 16];
             for (i, low) in low.into_iter().enumerate() {
                 let top = high >> (2 * i) & 3;
-                assert_eq!(at(7 + i), i32::from(low + 16 * top));
+                assert_eq!(at(13 + i), i32::from(low + 16 * top));
             }
         }
     }
