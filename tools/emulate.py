@@ -6,9 +6,9 @@
     make test-avx512 ARGS="--kernel FILE"      a Linux kernel image of your own
 
 Bochs emulates an x86 processor with AVX-512 and VNNI, instruction by instruction; version 2.8 and
-later (Debian 13 has 3.0) know one with BF16, and can take from it what a kernel need not meet: AMX.
-It starts a Linux kernel whose only program runs the test binaries, one after the other, and prints
-what they print.
+later (Debian 13 has 3.0) know one with BF16, and can take from it what no test needs and a kernel
+would meet. It starts a Linux kernel whose only program runs the test binaries, one after the other,
+and prints what they print.
 That is some hundred times slower than a processor: the tests are those that take a second on one.
 The kernel is the newest of ``/boot``, or else Debian's cloud kernel, which apt-get fetches. Linux
 6.12 (Debian 13's) is known to work; Linux 6.1 (Debian 12's) stands still, and is refused.
@@ -68,6 +68,7 @@ KERNEL_ARGUMENTS = (
     "lpj=1000000",
     "mitigations=off",
     "nokaslr",
+    "no5lvl",  # Bochs 3.0 does not come back from system management with five levels of pages.
     "panic=1",
     "random.trust_cpu=on",
 )
@@ -104,7 +105,7 @@ def main() -> int:
         "--tests", nargs="+", default=QUICK, help="`lib`, or files of rust/cpu/tests"
     )
     parser.add_argument("--cpu", help="of `bochs --help cpu`; by default the newest that is known")
-    parser.add_argument("--without", nargs="*", help="what is taken from it; by default AMX")
+    parser.add_argument("--without", nargs="*", help="taken from it; by default AMX and CET")
     parser.add_argument("--kernel", type=Path, help="a Linux kernel image; by default a Debian one")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for all of it")
     arguments = parser.parse_args()
