@@ -6,6 +6,7 @@ What it gives is compared with the Python loop's, which ``test_engine.py`` looks
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import select
 import signal
@@ -146,14 +147,61 @@ def test_answers_are_the_python_loops(
 def test_news_come_in_the_order_of_the_steps(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_steps_in_flight=2)
     told = []
-    deliver = engine._deliver
-    engine._deliver = lambda news: told.extend(news) or deliver(news)  # type: ignore[method-assign]
+    deliver = engine._deliver_one
+    engine._deliver_one = lambda news: told.append(news) or deliver(news)  # type: ignore[method-assign]
     engine.submit([5, 6, 7], LONG)
     run_all(engine)
     assert sum(len(news.outputs.tokens) for news in told) == LONG.max_tokens
     lengths = [news.outputs.num_output_tokens.tolist() for news in told if news.is_step]
     assert [length for (length,) in lengths if length] == list(range(1, LONG.max_tokens + 1))
     assert [news.at_ns for news in told] == sorted(news.at_ns for news in told)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 7, 38, 39, 40, 41, 60])
+def test_an_interrupt_while_news_is_delivered_loses_nothing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, native: bool, count: int
+) -> None:
+    """As from a second Ctrl-C, or a handler of the caller's: at the count-th row delivered."""
+    if not native:
+        monkeypatch.setattr(CpuRunner, "native_parts", lambda self: None)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    engine = make_engine()
+    whole = [engine.submit(prompt, params) for prompt in prompts(3)]
+    run_all(engine)
+    again = [engine.submit(prompt, params) for prompt in prompts(3)]
+    get, num_looks = engine._requests.get, itertools.count(1)
+
+    def interrupted(number: int) -> ActiveRequest | None:
+        if next(num_looks) == count:
+            raise KeyboardInterrupt
+        return get(number)
+
+    monkeypatch.setattr(engine._requests, "get", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(engine)
+    run_all(engine)
+    assert [said(request) for request in again] == [said(request) for request in whole]
+    assert engine.num_active == 0
+
+
+def test_what_a_handler_raises_while_the_engine_waits_is_the_callers(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    request = engine.submit([5, 6, 7], LONG)
+
+    class Interrupted:
+        def poll(self) -> None:
+            raise TimeoutError("mine")
+
+    readable = engine._steps._readable
+    monkeypatch.setattr(engine._steps, "_readable", Interrupted())
+    with pytest.raises(TimeoutError, match="mine"):
+        run_all(engine)  # News may be there already, and then nothing waits.
+    monkeypatch.setattr(engine._steps, "_readable", readable)
+    run_all(engine)
+    assert len(request.output().outputs[0].token_ids) == LONG.max_tokens
 
 
 def test_an_abort_and_a_finish_between_two_looks(make_engine: MakeEngine) -> None:
@@ -410,7 +458,9 @@ def test_a_program_that_ends_with_a_step_running(
 # The front end that streams
 
 
-def test_streams_give_what_batches_give(folder: Path) -> None:
+def test_streams_give_what_batches_give(tmp_path: Path) -> None:
+    folder = model_factory.make("llama", tmp_path, max_position_embeddings=4096)
+    longest = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
     how: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 200}
     given = ["the quick", "brown fox", "in 1969"] * 3
     answer = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -426,7 +476,7 @@ def test_streams_give_what_batches_give(folder: Path) -> None:
 
             texts = await asyncio.gather(*map(last, given))
             assert texts == [output.outputs[0].text for output in whole]
-            async with aclosing(engine.generate("the", LONG)) as outputs:
+            async with aclosing(engine.generate("the", longest)) as outputs:
                 await anext(outputs)
             await last("dog")
             assert engine.stats()["num_finished_abort"] == 1

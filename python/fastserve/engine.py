@@ -128,6 +128,8 @@ class Engine:
         self.max_model_len: int = self.core_config["max_model_len"]
         self._inbox = self._core.inbox()
         self._steps = make_steps(self._core, runner, config.block_size)
+        self._num_rows_delivered = 0  # Of the first news.
+        self._with_news: dict[int, ActiveRequest] = {}
         self._eos_token_ids = tuple(runner.config.eos_token_ids)
         self._requests = RequestTable()
         self._numbers = itertools.count(1)
@@ -273,34 +275,44 @@ class Engine:
             EngineDeadError: The engine does not run any more.
         """
         self.check_alive()
+        self._steps.wait()  # Before anything is taken: a signal's handler may raise here.
         try:
-            news = self._steps.next()
-            self.ran_step = any(one.is_step for one in news)
-            return self._deliver(news)
+            self._steps.advance()
+            self.ran_step = False
+            return self._deliver()
         except Exception as error:  # A bug, the core's or ours; or the device is gone.
+            if self._requests.closed is not None:
+                self.check_alive()  # Somebody has shut the engine down meanwhile.
             logger.exception("the engine stops")
             return self._die(f"the engine stopped: {error}")
 
-    def _deliver(self, news: list[News]) -> list[ActiveRequest]:
-        """Hand what was said to its requests. Returns those that have news."""
-        requests: dict[int, ActiveRequest] = {}
-        for one in news:
-            self._deliver_one(one, requests)
-        for request in requests.values():
+    def _deliver(self) -> list[ActiveRequest]:
+        """Hand what was said to its requests. Returns those that have news.
+
+        What is interrupted, by a second Ctrl-C say, goes on where it was the next time: news is
+        dropped when all of it has been delivered.
+        """
+        while (news := self._steps.first()) is not None:
+            self._deliver_one(news)
+            self._num_rows_delivered = 0
+            self._steps.drop_first()
+            self.ran_step |= news.is_step
+        for request in self._with_news.values():
             if request.settled:
                 self._requests.remove(request)
             elif request.finished:
                 self._requests.free_name(request)
+        requests, self._with_news = self._with_news, {}
         return list(requests.values())
 
-    def _deliver_one(self, news: News, requests: dict[int, ActiveRequest]) -> None:
+    def _deliver_one(self, news: News) -> None:
         result, outputs = news.result, news.outputs
         if result is not None:
             for scored in result.scores:
                 if (request := self._requests.get(scored.request_id)) is not None:
                     request.score(scored)
         tokens, starts = outputs.tokens.tolist(), outputs.token_indptr.tolist()
-        for number, index, row, start, end, code, stop_token, num_cached in zip(
+        rows = zip(
             outputs.request_ids.tolist(),
             outputs.seq_indices.tolist(),
             outputs.source_rows.tolist(),
@@ -310,11 +322,15 @@ class Engine:
             outputs.stop_tokens.tolist(),
             outputs.num_cached_tokens.tolist(),
             strict=False,
+        )
+        for number, index, row, start, end, code, stop_token, num_cached in itertools.islice(
+            rows, self._num_rows_delivered, None
         ):
             request = self._requests.get(number)
             if request is None:
+                self._num_rows_delivered += 1
                 continue
-            requests[number] = request
+            self._with_news[number] = request
             if index == 0:
                 request.num_cached_tokens = num_cached
             logprobs = None
@@ -333,6 +349,7 @@ class Engine:
             )
             if kept is not None:
                 self._inbox.finish(number, index, "stop", kept)
+            self._num_rows_delivered += 1
 
     def check_alive(self) -> None:
         """Raise :class:`EngineDeadError` if the engine does not run any more."""
@@ -366,7 +383,8 @@ class Engine:
         ended: list[ActiveRequest] = []
         if self.is_alive:
             try:
-                ended = self._deliver(self._steps.close())
+                self._steps.close()
+                ended = self._deliver()
             except FastserveError:
                 logger.exception("the core cannot be closed")
             ended += self._die(_SHUT_DOWN)
@@ -389,6 +407,7 @@ class Engine:
 
     def timeline(self, request: ActiveRequest) -> list[dict[str, Any]]:
         """What happened to a request, oldest first, as far as it is kept. Any thread may ask."""
+        self._check_process()
         return self._inbox.timeline(request.number)
 
     def reset_prefix_cache(self) -> None:
@@ -402,4 +421,5 @@ class Engine:
         Raises:
             CoreBug: One is broken.
         """
+        self._check_process()
         self._core.check()

@@ -12,7 +12,9 @@ the CPU's own kernels, on a thread of the engine's.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -90,6 +92,7 @@ class LLM:
     def _set_up(self, engine: Engine) -> None:
         self._engine = engine
         self._stepping = threading.RLock()
+        _llms.add(self)
 
     @property
     def engine(self) -> Engine:
@@ -254,6 +257,18 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+_llms: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+def _free_locks() -> None:
+    """In a forked child nobody has the lock whose owner was another thread of the parent."""
+    for llm in _llms:
+        llm._stepping = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_locks)
 
 
 class _Batch:

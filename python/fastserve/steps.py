@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from fastserve._core import StepLoop
+from fastserve._core import StepLoop, StepNews
 from fastserve.arena import Arena, Words
 from fastserve.errors import KernelError
 from fastserve.sampler import Sampler, SampleResult
@@ -72,15 +72,24 @@ class Steps(Protocol):
     def has_work(self) -> bool:
         """Whether anything waits, runs, is in flight or has not been told."""
 
-    def next(self) -> list[News]:
-        """What is new, after at least one step if there is work. Empty where nothing could run.
+    def wait(self) -> None:
+        """Wait until :meth:`advance` need not. What a signal's handler raises comes out here."""
+
+    def advance(self) -> None:
+        """Have at least one step told, if there is work and nothing is told yet.
 
         Raises:
             KernelError: The device is gone.
             CoreBug: A bug of the core.
         """
 
-    def close(self) -> list[News]:
+    def first(self) -> News | None:
+        """The oldest news that was not dropped, if there is some."""
+
+    def drop_first(self) -> None:
+        """The oldest news has been delivered."""
+
+    def close(self) -> None:
         """Drop what is in flight and end everything. All blocks are back after it."""
 
 
@@ -131,20 +140,33 @@ class PythonSteps:
         self._next_arena = itertools.cycle(arenas).__next__
         self._planned: deque[_Planned] = deque()
         self._spare_arena = self._next_arena()
-        self._untold: list[News] = []
+        self._told: deque[News] = deque()
 
     def has_work(self) -> bool:
         """As the protocol says."""
-        return bool(self._untold) or self._core.has_work()
+        return bool(self._told) or self._core.has_work()
 
-    def next(self) -> list[News]:
+    def wait(self) -> None:
+        """As the protocol says: there is nothing to wait for."""
+
+    def advance(self) -> None:
         """As the protocol says: runs one step."""
+        if self._told:
+            return
         self._plan_ahead()
-        told, self._untold = self._untold, []
         if self._planned:
-            return [*told, self._step()]
-        outputs = self._core.take_outputs()
-        return [*told, News(outputs, time.monotonic_ns(), is_step=False)]
+            self._told.append(self._step())
+        else:
+            outputs = self._core.take_outputs()
+            self._told.append(News(outputs, time.monotonic_ns(), is_step=False))
+
+    def first(self) -> News | None:
+        """As the protocol says."""
+        return self._told[0] if self._told else None
+
+    def drop_first(self) -> None:
+        """As the protocol says."""
+        self._told.popleft()
 
     def _step(self) -> News:
         step = self._planned[0].sizes.step
@@ -156,7 +178,7 @@ class PythonSteps:
             logger.exception("step %d failed and is rolled back", step)
             return self._roll_back(str(error))
         except BaseException:  # Ctrl-C in the middle of a step.
-            self._untold.append(self._roll_back())
+            self._told.append(self._roll_back())
             raise
         self._planned.popleft()
         now = time.monotonic_ns()
@@ -189,13 +211,12 @@ class PythonSteps:
         self._planned.clear()
         return News(self._core.fail(step, now), now, is_step=True, failure=failure)
 
-    def close(self) -> list[News]:
+    def close(self) -> None:
         """As the protocol says."""
         self._runner = None  # And with it the weights and the cache.
-        told, self._untold = self._untold, []
         if self._planned:
-            told.append(self._roll_back())
-        return [*told, _last_words(self._core)]
+            self._told.append(self._roll_back())
+        self._told.append(_last_words(self._core))
 
 
 class NativeSteps:
@@ -216,6 +237,7 @@ class NativeSteps:
             parts.cache.cos_sin,
             now=time.monotonic_ns(),
         )
+        self._told: deque[StepNews | News] = deque()
         self._readable = select.poll()
         self._readable.register(self._loop.fileno(), select.POLLIN)
         self.is_lost = False
@@ -223,38 +245,51 @@ class NativeSteps:
 
     def has_work(self) -> bool:
         """As the protocol says."""
-        return self._loop is not None and self._loop.has_work()
+        return bool(self._told) or (self._loop is not None and self._loop.has_work())
 
-    def next(self) -> list[News]:
-        """As the protocol says: all that the thread said since the last time, or will say next."""
+    def wait(self) -> None:
+        """As the protocol says: for the thread to say something, or to have nothing to do."""
         loop = self._loop
-        assert loop is not None, "an engine that is alive has its loop"
+        if loop is None:
+            return
         loop.start()
-        told = self._take_all(loop)
-        while not told and loop.has_work():
-            self._readable.poll()  # Ctrl-C ends it, as any call of Python's.
-            told = self._take_all(loop)
-        if not told:
-            loop.check()
-        return told
+        self._take_all(loop)
+        while not self._told and loop.has_work():
+            self._readable.poll()
+            self._take_all(loop)
 
-    def _take_all(self, loop: StepLoop) -> list[News]:
-        """What was said and not taken."""
-        told: list[News] = []
-        while (news := loop.take()) is not None:
-            if news.failure is not None:
-                logger.error("step %s failed and is rolled back: %s", news.step, news.failure)
-            result = None if news.samples is None else SampleResult.of(news.samples)
-            told.append(News(news.outputs, news.at, news.step is not None, result, news.failure))
-        return told
+    def advance(self) -> None:
+        """As the protocol says: the thread has, before :meth:`wait` returned."""
+        if not self._told and self._loop is not None:
+            self._loop.check()
 
-    def close(self) -> list[News]:
+    def _take_all(self, loop: StepLoop) -> None:
+        """Keep what was said. One call of C from end to end, in which no signal is handled."""
+        self._told.extend(iter(loop.take, None))
+
+    def first(self) -> News | None:
+        """As the protocol says."""
+        if not self._told:
+            return None
+        news = self._told[0]
+        if isinstance(news, News):
+            return news
+        result = None if news.samples is None else SampleResult.of(news.samples)
+        return News(news.outputs, news.at, news.step is not None, result, news.failure)
+
+    def drop_first(self) -> None:
+        """As the protocol says."""
+        news = self._told.popleft()
+        if isinstance(news, StepNews) and news.failure is not None:
+            logger.error("step %s failed and is rolled back: %s", news.step, news.failure)
+
+    def close(self) -> None:
         """As the protocol says. Waits for the step that runs."""
         loop, self._loop = self._loop, None
-        if loop is None:
-            return []
-        loop.stop()
-        return [*self._take_all(loop), _last_words(self._core)]
+        if loop is not None:
+            loop.stop()
+            self._take_all(loop)
+            self._told.append(_last_words(self._core))
 
 
 def _last_words(core: Core) -> News:
