@@ -91,6 +91,44 @@ def test_generate_in_one_command(folder: Path) -> None:
     assert re.fullmatch(r"3 tokens in .*, first .* s, cached 0/\d+ .*\ncut .*\n", done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("redirection", "arguments", "code", "error"),
+    [
+        ("<&-", ["-"], 2, "error: prompt is empty; "),
+        (">&-", ["hi", "--max-tokens", "2"], 0, "2 tokens in "),
+        ("", [b"ab\xffc"], 2, "error: prompt is not UTF-8: byte 0xff after 2 characters; "),
+        ("", ["hi", "--num-threads", "1025"], 2, "error: --num-threads 1025: want 1 to 1024"),
+    ],
+)
+def test_what_a_shell_may_hand_on(
+    folder: Path, redirection: str, arguments: list[str | bytes], code: int, error: str
+) -> None:
+    command = [*COMMAND, "generate", folder, *ENGINE, *arguments]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *command],
+        env=ENVIRONMENT,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, b"")
+    assert done.stderr.decode().startswith(error)
+    assert "Traceback" not in done.stderr.decode()
+
+
+@pytest.mark.parametrize("isa", ["bogus", "avx513"])
+def test_an_instruction_set_that_is_not_here_is_one_line(folder: Path, isa: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, "generate", str(folder), "hi", *ENGINE],
+        env=ENVIRONMENT | {"FASTSERVE_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    want = rf"error: FASTSERVE_CPU_ISA is '{isa}': this machine has portable.*; choose .*unset it\n"
+    assert re.fullmatch(want, done.stderr)
+
+
 def test_ctrl_c_ends_generate_without_a_traceback(start: Any, folder: Path) -> None:
     process = start("generate", str(folder), "hi", *ENDLESS, *ENGINE)
     assert process.popen.stdout.read(20)  # It is in the middle of its answer.
@@ -293,6 +331,18 @@ def test_a_second_signal_stops_a_drain(start: Any, folder: Path) -> None:
     serving.process.popen.send_signal(signal.SIGTERM)
     assert '"aborted"' in [line for line in lines if line][-1]
     assert serving.process.end()[0] == 0
+
+
+def test_a_drain_that_takes_too_long_tells_its_clients(start: Any, folder: Path) -> None:
+    serving = Serving(start, folder, "--shutdown-timeout-s", "1")
+    lines = serving.open_stream()
+    serving.process.popen.send_signal(signal.SIGTERM)
+    last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "aborted"
+    code, _, err = serving.process.end()
+    assert code == 0
+    assert "Traceback" not in err
+    assert " 503" in err
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_loaded(start: Any, folder: Path) -> None:

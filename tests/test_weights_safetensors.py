@@ -179,6 +179,7 @@ def test_loads_without_torch(folder):
     assert printed.split() == [
         *("Q8_0", "96576768", "F32", "538060032"),
         *("I8", "136257792"),  # A byte a number and eight a row; 61 norms.
+        *("Q8_0", "96576768"),  # As the file has it.
         *("float32", "F32", "bfloat16", "BF16"),
     ]
 

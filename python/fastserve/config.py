@@ -119,7 +119,7 @@ class EngineConfig:
             count(name, optional=True)
         count("max_long_prefill_percent", high=100)
         count("max_num_steps_in_flight", high=8)
-        count("num_threads", high=4096, optional=True)
+        count("num_threads", high=1024, optional=True)
         count("seed", low=0, high=2**64 - 1)
         for name, want, remedy in (
             ("max_wait_s", "0 to 1e9 seconds", "no bound"),

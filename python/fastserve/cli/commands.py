@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, cast
 
@@ -64,8 +65,19 @@ def start(
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
+def _open_what_is_closed() -> None:
+    """Streams that a shell closed (``>&-``) are empty, and swallow what they are given."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    _open_what_is_closed()
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]

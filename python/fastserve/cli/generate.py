@@ -13,7 +13,15 @@ import typer
 from fastserve.cli.console import CommandError, one_line_errors, print_note
 from fastserve.cli.flags import takes
 from fastserve.cli.options import LogLevelOption, ModelArgument, set_log_level
-from fastserve.cli.session import Prompt, check_needs, loaded, prompt_of, stream, summary
+from fastserve.cli.session import (
+    Prompt,
+    check_needs,
+    check_utf8,
+    loaded,
+    prompt_of,
+    stream,
+    summary,
+)
 from fastserve.cli.typewriter import Typewriter
 from fastserve.config import EngineConfig
 from fastserve.sampling_params import SamplingParams
@@ -98,6 +106,8 @@ def _texts(prompt: str | None, prompts: list[str]) -> list[str]:
     if not given:
         raise CommandError("no prompt; give PROMPT, --prompt TEXT, or - to read it from stdin")
     texts = [sys.stdin.read() if text == "-" else text for text in given]
+    for text in texts:
+        check_utf8("prompt", text)
     # The chat template makes tokens of nothing, too, and the model would answer that.
     if not all(texts):
         raise CommandError(

@@ -14,8 +14,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from fastserve.cli.console import CommandFailed, stderr
+from fastserve.cli.console import CommandError, CommandFailed, stderr
 from fastserve.extras import require
+from fastserve.surrogates import half_pair
 
 if TYPE_CHECKING:
     from fastserve.async_engine import AsyncEngine
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
     from fastserve.sampling_params import SamplingParams
     from fastserve.text.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "check_needs", "loaded", "prompt_of", "stream", "summary", "tokenizer_of"]
+__all__ = [
+    "Prompt",
+    "check_needs",
+    "check_utf8",
+    "loaded",
+    "prompt_of",
+    "stream",
+    "summary",
+    "tokenizer_of",
+]
 
 Prompt = dict[str, Any]
 
@@ -39,6 +49,21 @@ def check_needs(command: str, model: str, *extras: str) -> None:
 
     check_name(model)
     require(command, *extras)
+
+
+def check_utf8(what: str, text: str) -> None:
+    """Refuse bytes that are no UTF-8, which the shell hands on as halves of surrogate pairs.
+
+    Raises:
+        CommandError: There are some; says where.
+    """
+    if (half := half_pair(text)) is None:
+        return
+    byte = ord(half[0]) - 0xDC00
+    found = f"byte 0x{byte:02x}" if 0x80 <= byte <= 0xFF else "half of a surrogate pair"
+    raise CommandError(
+        f"{what} is not UTF-8: {found} after {half.start()} characters; convert it, with iconv say"
+    )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Final
 
 from fastserve import host
 from fastserve._core import cpu
+from fastserve.errors import ConfigError
 
 __all__ = ["ISA_VARIABLE", "make_pool", "multiplies_bfloat16"]
 
@@ -24,9 +25,14 @@ def make_pool(num_threads: int | None = None, isa: str | None = None) -> cpu.Poo
             ``FASTSERVE_CPU_ISA`` says, otherwise the best of this machine.
 
     Raises:
-        ValueError: An instruction set that this machine lacks, or an absurd number of threads.
+        ConfigError: ``FASTSERVE_CPU_ISA`` names an instruction set that this machine lacks.
+        ValueError: `isa` does, or there are more than 1024 threads.
     """
-    isa = isa or os.environ.get(ISA_VARIABLE) or None
+    if isa is None and (isa := os.environ.get(ISA_VARIABLE) or None) is not None:
+        known = cpu.available_isas()
+        if isa not in known:
+            has = f"this machine has {', '.join(known)}; choose one of them or unset it"
+            raise ConfigError("the environment", [f"{ISA_VARIABLE} is {isa!r}: {has}"])
     return cpu.Pool(num_threads or host.cpus().num_usable, isa)
 
 

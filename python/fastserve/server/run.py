@@ -17,7 +17,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["bind", "run"]
 
 logger = logging.getLogger("fastserve.server")
+
+_LAST_WORDS_S: Final = 5
+"""What clients get to hear that they were broken off."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -80,9 +83,10 @@ def run(
         log_config=None,
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
+        # What has not ended in time is ended by the engine, which says so to its clients.
+        timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)) + _LAST_WORDS_S,
     )
-    return asyncio.run(_run(_Server(config, on_ready), engine, place))
+    return asyncio.run(_run(_Server(config, on_ready), engine, place, shutdown_timeout_s))
 
 
 class _Server(uvicorn.Server):
@@ -101,19 +105,28 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _run(server: _Server, engine: AsyncEngine, place: socket.socket) -> int:
+async def _run(
+    server: _Server, engine: AsyncEngine, place: socket.socket, shutdown_timeout_s: float
+) -> int:
     first_signal = 0
     stopping: asyncio.Future[None] | None = None
     loop = asyncio.get_running_loop()
 
+    def stop() -> None:
+        nonlocal stopping
+        if stopping is None:
+            # Every open request ends with an error then, so that uvicorn has nothing to wait for.
+            stopping = loop.run_in_executor(None, engine.shutdown)
+
     def on_signal(number: int) -> None:
-        nonlocal first_signal, stopping
+        nonlocal first_signal
         at_once = number == signal.SIGINT or first_signal != 0
         first_signal = first_signal or number
         server.should_exit = True
-        if at_once and stopping is None:
-            # Every open request ends with an error then, so that uvicorn has nothing to wait for.
-            stopping = loop.run_in_executor(None, engine.shutdown)
+        if at_once:
+            stop()
+        else:
+            loop.call_later(shutdown_timeout_s, stop)
         logger.info("stopping" if at_once else "finishing what runs; another signal stops at once")
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -28,6 +28,9 @@ from fastserve.text.gguf_vocab import named_token, tokenizer_from_gguf
 if TYPE_CHECKING:
     from fastserve.text.detokenizer import TokenTable
 
+_LONG_TEXT: Final = 2000
+"""Characters that take about a millisecond to encode."""
+
 _SPACE: Final = "\u2581"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
@@ -87,6 +90,10 @@ class Tokenizer:
             ParameterError: It has half of a surrogate pair, which is in no encoding.
         """
         try:
+            if len(text) > _LONG_TEXT:
+                # A batch is encoded without the GIL, a text is not.
+                batch = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+                return list(batch[0].ids)
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             if (half := half_pair(text)) is None:

@@ -4,6 +4,7 @@
 use super::weight::WeightFormat;
 use crate::element::{f16_to_f32, f32_to_f16};
 use crate::error::{ArgumentError, require};
+use crate::symmetric::INTEGER;
 
 /// Numbers of a block of either format.
 const BLOCK: usize = 32;
@@ -57,9 +58,22 @@ pub fn encode(format: WeightFormat, numbers: &[f32], out: &mut [u8]) -> Result<(
     Ok(())
 }
 
-/// The integer of `0..=most` nearest to `value`, ties to even. `value` is no NaN.
-fn nearest(value: f32, most: f32) -> f32 {
-    value.round_ties_even().clamp(0.0, most)
+/// The integer of `0..=MOST` nearest to `value`, ties to even. Without a call, so that loops over it become
+/// vectors.
+fn nearest(value: f32) -> f32 {
+    let kept = if value > 0.0 { value } else { 0.0 };
+    let kept = if kept < MOST { kept } else { MOST };
+    kept + INTEGER - INTEGER
+}
+
+/// Sum of a block: halves are added until one number is left.
+fn sum(mut numbers: [f32; BLOCK]) -> f32 {
+    for half in [16, 8, 4, 2, 1] {
+        for i in 0..half {
+            numbers[i] += numbers[i + half];
+        }
+    }
+    numbers[0]
 }
 
 fn q8_0(numbers: &[f32; BLOCK], out: &mut [u8]) {
@@ -68,8 +82,8 @@ fn q8_0(numbers: &[f32; BLOCK], out: &mut [u8]) {
     out[..2].copy_from_slice(&scale.to_le_bytes());
     let scale = f16_to_f32(scale);
     for (number, out) in numbers.iter().zip(&mut out[2..]) {
-        let integer = if scale > 0.0 { (number / scale).round_ties_even() } else { 0.0 };
-        *out = (integer.clamp(-127.0, 127.0) as i8).cast_unsigned();
+        let near = if scale > 0.0 { (number / scale).clamp(-127.0, 127.0) } else { 0.0 };
+        *out = ((near + INTEGER).to_bits() as i8).cast_unsigned();
     }
 }
 
@@ -119,35 +133,30 @@ impl Fit {
         let (step, start) = (f16_to_f32(scale), f16_to_f32(min));
         // A scale of zero: whatever the difference, it is no step of it.
         let per_step = if step > 0.0 { 1.0 / step } else { 0.0 };
-        let integers = numbers.map(|number| nearest((number - start) * per_step, MOST));
-        let mut error = 0.0;
-        for (number, integer) in numbers.iter().zip(integers) {
-            let off = integer * step + start - number;
-            error += off * off;
-        }
-        Self { scale, min, integers, error }
+        let integers = numbers.map(|number| nearest((number - start) * per_step));
+        let squares = std::array::from_fn(|i| {
+            let off = integers[i] * step + start - numbers[i];
+            off * off
+        });
+        Self { scale, min, integers, error: sum(squares) }
     }
 }
 
 /// Scale and minimum with the least squared error, for the integers that a scale and a start give.
 fn least_squares(numbers: &[f32; BLOCK], scale: f32, start: f32) -> (f32, f32) {
     let count = BLOCK as f32;
-    let (mut integers, mut squares, mut sum, mut products) = (0.0, 0.0, 0.0, 0.0);
-    for &number in numbers {
-        let q = nearest((number - start) / scale, MOST);
-        // From the start on, so that a block far from zero keeps its digits.
-        let x = number - start;
-        integers += q;
-        squares += q * q;
-        sum += x;
-        products += q * x;
-    }
-    let spread = count * squares - integers * integers;
+    let per_step = 1.0 / scale;
+    // From the start on, so that a block far from zero keeps its digits.
+    let x = numbers.map(|number| number - start);
+    let q = x.map(|x| nearest(x * per_step));
+    let (sum_of_x, sum_of_q) = (sum(x), sum(q));
+    let spread = count * sum(q.map(|q| q * q)) - sum_of_q * sum_of_q;
     if spread <= 0.0 {
         return (scale, start);
     }
-    let fitted = (count * products - integers * sum) / spread;
-    (fitted, start + (sum - fitted * integers) / count)
+    let products = sum(std::array::from_fn(|i| q[i] * x[i]));
+    let fitted = (count * products - sum_of_q * sum_of_x) / spread;
+    (fitted, start + (sum_of_x - fitted * sum_of_q) / count)
 }
 
 #[cfg(test)]
