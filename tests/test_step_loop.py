@@ -409,7 +409,8 @@ def test_a_forked_child_says_whose_it_is(make_engine: MakeEngine) -> None:
 
 def is_lost(engine: Engine) -> bool:
     """Whether every call of a child's says that the engine is not its own, and none hangs."""
-    for call in (engine.step, engine.stats, engine.check_alive, lambda: engine.submit([1])):
+    calls = (engine.step, engine.stats, engine.check_alive, engine.check)
+    for call in (*calls, lambda: engine.submit([1])):
         try:
             call()
         except EngineDeadError as error:
@@ -420,6 +421,43 @@ def is_lost(engine: Engine) -> bool:
     engine.shutdown()
     engine._steps._loop = None  # What the parent's thread is in stays as it is.
     return True
+
+
+@pytest.mark.parametrize("call", ["generate('x')", "reset_prefix_cache()", "shutdown()"])
+def test_a_forked_child_waits_for_no_thread_of_its_parents(
+    folder: Path, repository: Path, call: str
+) -> None:
+    """Another thread of the parent is generating, and has the lock that the call wants."""
+    script = textwrap.dedent(
+        f"""
+        import os, signal, threading
+        from fastserve import EngineDeadError, LLM, SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        llm = LLM({str(folder)!r}, dtype="float32", num_threads=1, num_blocks=200)
+        thread = threading.Thread(
+            target=llm.generate, args=(["the quick"] * 40, params), kwargs={{"progress": False}}
+        )
+        thread.start()
+        while llm.stats()["num_steps"] < 2:
+            pass
+        child = os.fork()
+        if child == 0:
+            signal.alarm({PATIENCE_S})
+            try:
+                llm.{call}
+            except EngineDeadError:
+                pass
+            os._exit(0)
+        print(os.waitpid(child, 0)[1], thread.is_alive())
+        thread.join()
+        """
+    )
+    environment = os.environ | {"PYTHONPATH": f"{repository}/python"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0 True\n", "")
 
 
 @pytest.mark.parametrize("front", ["engine", "async"])
