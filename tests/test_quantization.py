@@ -227,8 +227,8 @@ def test_dtype_says_what_the_rest_is(models: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "want"),
     [
-        ("int8", "rows: got {}, want finite numbers, for int8"),
-        ("int4", "numbers: got {}, want -65504 to 65504, for Q4_1"),
+        ("int8", "rows: got {}, want finite numbers, for int8; run"),
+        ("int4", "numbers: got {}, want -65504 to 65504, for Q4_1; choose int8, or run"),
     ],
 )
 def test_weights_without_a_scale_are_named(
@@ -248,7 +248,7 @@ def test_weights_without_a_scale_are_named(
         load(folder, quantization=quantization)
     assert str(refusal.value) == (
         f"{folder / 'model.safetensors'}: tensor model.layers.1.self_attn.k_proj.weight cannot be "
-        f"quantized to {quantization}: {want.format(name)}; run the model without quantization"
+        f"quantized to {quantization}: {want.format(name)} the model without quantization"
     )
 
 

@@ -71,9 +71,11 @@ class PackedRows:
         except ValueError as error:
             if self._quantized is None:
                 raise
+            option = self._quantized.option
+            remedy = "choose int8, or run" if option == "int4" else "run"
             raise ModelError(
-                f"{info.path}: tensor {info.name} cannot be quantized to {self._quantized.option}: "
-                f"{error}; run the model without quantization"
+                f"{info.path}: tensor {info.name} cannot be quantized to {option}: {error}; "
+                f"{remedy} the model without quantization"
             ) from None
 
     def _pack(
