@@ -128,7 +128,8 @@ class Engine:
         self.max_model_len: int = self.core_config["max_model_len"]
         self._inbox = self._core.inbox()
         self._steps = make_steps(self._core, runner, config.block_size)
-        self._num_rows_delivered = 0  # Of the first news.
+        self._in_delivery: News | None = None
+        self._num_rows_delivered = 0
         self._with_news: dict[int, ActiveRequest] = {}
         self._eos_token_ids = tuple(runner.config.eos_token_ids)
         self._requests = RequestTable()
@@ -293,10 +294,12 @@ class Engine:
         dropped when all of it has been delivered.
         """
         while (news := self._steps.first()) is not None:
+            if news is not self._in_delivery:
+                self._num_rows_delivered = 0
+                self._in_delivery = news
             self._deliver_one(news)
-            self._num_rows_delivered = 0
-            self._steps.drop_first()
             self.ran_step |= news.is_step
+            self._steps.drop_first()
         for request in self._with_news.values():
             if request.settled:
                 self._requests.remove(request)

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from fastserve._core import StepLoop, StepNews
+from fastserve._core import StepLoop
 from fastserve.arena import Arena, Words
 from fastserve.errors import KernelError
 from fastserve.sampler import Sampler, SampleResult
 
 if TYPE_CHECKING:
+    from fastserve._core import StepNews
     from fastserve.core import Core, PlanSizes, StepOutputs
     from fastserve.runner import NativeParts, Runner
 
@@ -84,7 +85,7 @@ class Steps(Protocol):
         """
 
     def first(self) -> News | None:
-        """The oldest news that was not dropped, if there is some."""
+        """The oldest news that was not dropped, if there is some: the same object each time."""
 
     def drop_first(self) -> None:
         """The oldest news has been delivered."""
@@ -271,17 +272,19 @@ class NativeSteps:
         """As the protocol says."""
         if not self._told:
             return None
-        news = self._told[0]
-        if isinstance(news, News):
-            return news
-        result = None if news.samples is None else SampleResult.of(news.samples)
-        return News(news.outputs, news.at, news.step is not None, result, news.failure)
+        said = self._told[0]
+        if isinstance(said, News):
+            return said
+        if said.failure is not None:
+            logger.error("step %s failed and is rolled back: %s", said.step, said.failure)
+        result = None if said.samples is None else SampleResult.of(said.samples)
+        news = News(said.outputs, said.at, said.step is not None, result, said.failure)
+        self._told[0] = news
+        return news
 
     def drop_first(self) -> None:
         """As the protocol says."""
-        news = self._told.popleft()
-        if isinstance(news, StepNews) and news.failure is not None:
-            logger.error("step %s failed and is rolled back: %s", news.step, news.failure)
+        self._told.popleft()
 
     def close(self) -> None:
         """As the protocol says. Waits for the step that runs."""
