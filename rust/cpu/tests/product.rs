@@ -147,6 +147,28 @@ fn parts_of_several_formats() {
     }
 }
 
+/// Rows of `x` that lie a multiple of 4 KiB apart, or nearly, are copied before they are used.
+#[test]
+fn rows_in_the_same_sets_of_a_cache() {
+    let mut noise = Noise::new(8);
+    let pools = pools();
+    for (format, len) in [
+        (WeightFormat::F32, 1021),
+        (WeightFormat::F32, 1010),
+        (WeightFormat::Bf16, 1023),
+        (WeightFormat::Q8_0, 1024),
+        (WeightFormat::Q4_1, 1024),
+        (WeightFormat::Q6K, 1024),
+    ] {
+        let part = Stored::new(format, 33, len, &mut noise);
+        for (rows, x_dtype) in [5, 29, 193].into_iter().flat_map(|n| DTYPES.map(|d| (n, d))) {
+            let parts = vec![part.clone()];
+            let case = Case { parts, rows, x_dtype, out_dtype: DType::F32, bias: None };
+            check(&case, &pools[rows % pools.len()], &mut noise);
+        }
+    }
+}
+
 /// Threads share a product out; each element is still computed whole, by one of them.
 #[test]
 fn large_enough_to_be_shared() {

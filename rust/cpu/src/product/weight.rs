@@ -242,10 +242,10 @@ impl Packed {
         self.num_rows.div_ceil(LANES)
     }
 
-    /// Bytes of a panel before position `col`, the first of a block.
+    /// Bytes of a panel before position `col`; inside a block, about as many.
     #[inline(always)]
     pub(super) fn bytes_before(&self, col: usize) -> usize {
-        col / self.format.block_elements() * self.format.panel_block_bytes()
+        col * self.format.panel_block_bytes() / self.format.block_elements()
     }
 
     /// Start of a panel.
