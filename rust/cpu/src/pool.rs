@@ -5,8 +5,8 @@
 //! it may have lost its core to someone else) costs nothing; the caller waits only for threads that
 //! have begun. Which thread computes an item never shows in the result.
 //!
-//! Posting, joining and leaving a job are single operations on one word, so a job costs less than a
-//! microsecond while the workers look out for it. They look out for a few microseconds after a job,
+//! Posting, joining and leaving a job are single operations on one word, so that a job costs little
+//! while the workers look out for it. They look out for a few microseconds after a job,
 //! because threads of others share the cores, and for longer inside a [`session`](Pool::session): a
 //! decoder's step is hundreds of jobs with little between them. Then they sleep until they are woken.
 //! Jobs too small to be worth sharing run on the caller alone.
@@ -274,8 +274,10 @@ impl Shared {
         let mut seen = 0;
         while self.join_next(&mut seen) {
             // SAFETY: `join_next` counted this thread in the open word (invariant 2).
-            let job = unsafe { *self.job.get() }.expect("an open word has a job");
-            if let Err(payload) = catch_unwind(AssertUnwindSafe(job)) {
+            let job = unsafe { *self.job.get() };
+            // Whatever panics, this thread leaves the job, or its caller would wait for ever.
+            let work = AssertUnwindSafe(|| job.expect("an open word has a job")());
+            if let Err(payload) = catch_unwind(work) {
                 let mut panic = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
                 panic.get_or_insert(payload);
             }
