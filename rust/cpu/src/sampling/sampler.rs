@@ -231,7 +231,7 @@ impl Sampler {
             if kind != SCORE || samples.counts[output] < 0 {
                 continue;
             }
-            let slot = self.slots.get(outputs.out_slots[output]).expect("checked");
+            let slot = self.slots.checked(outputs.out_slots[output]);
             let position = outputs.next_position(output);
             let token = usize::try_from(position).ok().and_then(|at| slot.prompt.get(at));
             let Some(&token) = token else {
@@ -243,7 +243,7 @@ impl Sampler {
         let found = self.asked.row_logprobs(pool, logits)?;
         samples.scores.extend(self.asked.rows.iter().zip(found).map(|(&output, logprobs)| {
             let output = output as usize;
-            let slot = self.slots.get(outputs.out_slots[output]).expect("checked");
+            let slot = self.slots.checked(outputs.out_slots[output]);
             let position = outputs.next_position(output);
             Score { request: slot.request, position, logprobs }
         }));
@@ -265,7 +265,7 @@ impl Sampler {
             if samples.counts[output] != 1 {
                 continue;
             }
-            let slot = slots.get(slot).expect("checked");
+            let slot = slots.checked(slot);
             if slot.record.adjusts() {
                 changed.push(output);
             } else if !slot.record.is_greedy {
@@ -287,14 +287,14 @@ impl Sampler {
         for group in changed.chunks(ROWS_AT_A_TIME) {
             adjusted.resize(group.len() * *vocab_size, 0.0);
             for (&output, out) in group.iter().zip(adjusted.chunks_exact_mut(*vocab_size)) {
-                let slot = slots.get(outputs.out_slots[output]).expect("checked");
+                let slot = slots.checked(outputs.out_slots[output]);
                 adjust(logits_row(logits, output), slot, outputs.next_position(output), out);
             }
             let logits = Matrix::f32(adjusted, *vocab_size);
             best_adjusted.find(pool, &logits)?;
             draw.clear();
             for (row, (&output, best)) in group.iter().zip(&best_adjusted.best).enumerate() {
-                let slot = slots.get(outputs.out_slots[output]).expect("checked");
+                let slot = slots.checked(outputs.out_slots[output]);
                 samples.tokens[output] = best.token;
                 draw.consider(slot, output, row, best.logit, outputs, samples);
             }
@@ -311,7 +311,7 @@ impl Sampler {
             }
             let token = samples.tokens[output];
             self.last_samples[slot as usize] = token;
-            if let Some(counts) = &mut self.slots.get_mut(slot).expect("checked").counts {
+            if let Some(counts) = &mut self.slots.checked_mut(slot).counts {
                 counts.add_output(token);
             }
         }
@@ -327,7 +327,7 @@ impl Sampler {
     ) -> Result<(), ArgumentError> {
         self.asked.clear();
         for (output, &slot) in outputs.out_slots.iter().enumerate() {
-            let num_best = self.slots.get(slot).expect("checked").record.num_logprobs;
+            let num_best = self.slots.checked(slot).record.num_logprobs;
             if samples.counts[output] == 1 && num_best >= 0 {
                 self.asked.push(output, samples.tokens[output], num_best);
             }

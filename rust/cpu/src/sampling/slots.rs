@@ -53,9 +53,14 @@ impl Slots {
         self.places.get(usize::try_from(slot).ok()?)?.as_ref()
     }
 
+    /// The sequence in `slot`, which was seen to have one: otherwise a bug, and a panic.
+    pub(super) fn checked(&self, slot: i32) -> &Slot {
+        self.get(slot).expect("a slot that was checked has a sequence")
+    }
+
     /// The same, to change.
-    pub(super) fn get_mut(&mut self, slot: i32) -> Option<&mut Slot> {
-        self.places.get_mut(usize::try_from(slot).ok()?)?.as_mut()
+    pub(super) fn checked_mut(&mut self, slot: i32) -> &mut Slot {
+        self.places[slot as usize].as_mut().expect("a slot that was checked has a sequence")
     }
 
     /// Take over a slot. `last_samples` are those of all slots.
