@@ -31,7 +31,11 @@ def main() -> int:
     pool = cpu.Pool(host.cpus().num_usable)
     for num_rows, num_shared in CASES:
         for kv_dtype in ("float32", "bfloat16", "int8"):
-            apart, together = (case(pool, num_rows, num_shared, kv_dtype, told) for told in (0, 1))
+            context = num_shared + OWN_TOKENS
+            apart, together = (
+                paged(pool, num_rows, 1, context, num_shared, kv_dtype, told=told)[0]
+                for told in (False, True)
+            )
             times: tuple[list[float], list[float]] = ([], [])
             for _ in range(RUNS):
                 for call, found in zip((apart, together), times, strict=True):
@@ -54,22 +58,34 @@ def main() -> int:
     return 0
 
 
-def case(
-    pool: cpu.Pool, num_rows: int, num_shared: int, kv_dtype: str, told: int
-) -> Callable[[], None]:
-    """A call of the kernel; all cases of one shape have the same numbers."""
+def paged(
+    pool: cpu.Pool,
+    rows: int,
+    tokens: int,
+    context: int,
+    shared: int,
+    kv_dtype: str,
+    *,
+    told: bool = True,
+) -> tuple[Callable[[], None], int]:
+    """A call with `rows` rows of `tokens` queries at the end of `context` tokens each.
+
+    The first `shared` of these are the same for all, which the kernel may be `told`. Also returns
+    the bytes of all keys and values. All cases of one shape have the same numbers.
+    """
     rng = np.random.default_rng(0)
-    shared, own = num_shared // BLOCK_SIZE, OWN_TOKENS // BLOCK_SIZE
-    kv = keys_and_values(rng, shared + num_rows * own, kv_dtype)
-    tables = np.empty((num_rows, shared + own), np.int32)
-    tables[:, :shared] = np.arange(shared)
-    tables[:, shared:] = shared + np.arange(num_rows * own).reshape(num_rows, own)
-    q = rng.standard_normal((num_rows, HEADS, HEAD_DIM), dtype=np.float32)
+    own, common = (context - shared) // BLOCK_SIZE, shared // BLOCK_SIZE
+    kv = keys_and_values(rng, common + rows * own, kv_dtype)
+    tables = np.empty((rows, common + own), np.int32)
+    tables[:, :common] = np.arange(common)
+    tables[:, common:] = common + np.arange(rows * own).reshape(rows, own)
+    q = rng.standard_normal((rows * tokens, HEADS, HEAD_DIM), dtype=np.float32)
     out = np.empty_like(q)
-    num_shared_blocks = np.full(num_rows, shared * told, np.int32)
+    slots = np.arange(rows, dtype=np.int32)
+    indptr = np.arange(0, rows * tokens + 1, tokens, dtype=np.int32)
+    seq_lens = np.full(rows, context, np.int32)
+    num_shared_blocks = np.full(rows, common * told, np.int32)
     num_shared_blocks[0] = 0
-    slots, indptr = (np.arange(num_rows + more, dtype=np.int32) for more in (0, 1))
-    seq_lens = np.full(num_rows, num_shared + OWN_TOKENS, np.int32)
 
     def call() -> None:
         pool.paged_attention(
@@ -84,7 +100,7 @@ def case(
             num_shared_blocks=num_shared_blocks,
         )
 
-    return call
+    return call, kv.nbytes
 
 
 def keys_and_values(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from attention import BLOCK_SIZE, HEAD_DIM, HEADS, keys_and_values
+from attention import BLOCK_SIZE, HEAD_DIM, HEADS, paged
 from numpy.typing import NDArray
 from peers.machine import Machine
 from peers.reference import Rates
@@ -150,43 +150,6 @@ def attention(pool: cpu.Pool) -> Iterator[Case]:
         call, _ = paged(pool, 64, 1, 4096, 4096 - 2 * BLOCK_SIZE, kv_dtype)
         fields = {"kernel": "shared prefix", "kv_dtype": kv_dtype, "rows": 64, "context": 4096}
         yield Case(fields, call, 4 * HEADS * HEAD_DIM * 64 * 4096, "bf16", WANTED_CHUNK)
-
-
-def paged(
-    pool: cpu.Pool, rows: int, tokens: int, context: int, shared: int, kv_dtype: str
-) -> tuple[Callable[[], None], int]:
-    """A call with `rows` rows of `tokens` queries at the end of `context` tokens each.
-
-    The first `shared` of these are the same for all. Also returns the bytes of all keys and values.
-    """
-    rng = np.random.default_rng(0)
-    own, common = (context - shared) // BLOCK_SIZE, shared // BLOCK_SIZE
-    kv = keys_and_values(rng, common + rows * own, kv_dtype)
-    tables = np.empty((rows, common + own), np.int32)
-    tables[:, :common] = np.arange(common)
-    tables[:, common:] = common + np.arange(rows * own).reshape(rows, own)
-    q = rng.standard_normal((rows * tokens, HEADS, HEAD_DIM), dtype=np.float32)
-    out = np.empty_like(q)
-    slots = np.arange(rows, dtype=np.int32)
-    indptr = np.arange(0, rows * tokens + 1, tokens, dtype=np.int32)
-    seq_lens = np.full(rows, context, np.int32)
-    num_shared_blocks = np.full(rows, common, np.int32)
-    num_shared_blocks[0] = 0
-
-    def call() -> None:
-        pool.paged_attention(
-            q,
-            kv,
-            tables,
-            slots,
-            indptr,
-            seq_lens,
-            out,
-            scale=HEAD_DIM**-0.5,
-            num_shared_blocks=num_shared_blocks,
-        )
-
-    return call, kv.nbytes
 
 
 if __name__ == "__main__":
