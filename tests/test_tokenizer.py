@@ -40,6 +40,7 @@ TEXTS = [
     "zero\u200bwidth, nbsp\u00a0here, ideographic\u3000space, \u2028line",
     "\x00\x01\x7f\ufffd\U0010ffff",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 3,
+    "The quick brown fox doesn't jump.\n" * 100,  # Long enough to be encoded another way.
 ]
 # What transformers does not know of a GGUF file: SmolLM2 takes numerals one by one, Qwen2 composes.
 NUMERALS, DECOMPOSED = TEXTS[6], TEXTS[15]
@@ -315,12 +316,13 @@ def test_every_token_id_has_bytes(smollm2):
     assert smollm2.decode(ids) == whole
 
 
-@pytest.mark.parametrize("text", ["ab\ud800", "ab\udfffc", "ab\udfff\ud800"])
-def test_half_a_surrogate_pair_is_named(text, smollm2):
+@pytest.mark.parametrize("before", ["ab", "ab" * 2000])
+@pytest.mark.parametrize("halves", ["\ud800", "\udfffc", "\udfff\ud800"])
+def test_half_a_surrogate_pair_is_named(before, halves, smollm2):
     with pytest.raises(ParameterError) as refusal:
-        smollm2.encode(text)
+        smollm2.encode(before + halves)
     assert str(refusal.value) == (
-        f"prompt has {text[2]!a} at character 2: want both halves of a surrogate pair"
+        f"prompt has {halves[0]!a} at character {len(before)}: want both halves of a surrogate pair"
     )
     with pytest.raises(TypeError):
         smollm2.encode(5)
