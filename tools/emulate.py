@@ -1,6 +1,6 @@
 """Run tests of the CPU kernels on a processor that this machine does not have.
 
-    make test-avx512                           the kernels' quick tests; takes long
+    make test-avx512                           most of the kernels' tests; takes long
     make test-avx512 ARGS="--tests product"    some of them
     make test-avx512 ARGS="--cpu corei7_skylake_x --without"
     make test-avx512 ARGS="--kernel FILE"      a Linux kernel image of your own
