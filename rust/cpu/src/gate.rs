@@ -59,14 +59,35 @@ impl<X: Lanes> Kernel for SiluMul<'_, X> {
         let len = self.out.as_matrix().num_cols();
         let end = len.min((part + 1) * COLS_PER_ITEM);
         let (gate, out) = (self.gate_up.row::<X>(row), self.out.row::<X>(row));
-        for at in (part * COLS_PER_ITEM..end).step_by(LANES) {
-            // SAFETY: a row of `gate_up` has 2 * len elements and one of `out` len; this item
-            // alone has these columns of this row.
-            unsafe {
-                let g = X::load_first(s, gate.add(at), end - at);
-                let u = X::load_first(s, gate.add(len + at), end - at);
-                X::store_first(s, out.add(at), end - at, s.mul(math::silu(s, g), u));
-            }
+        let first = part * COLS_PER_ITEM;
+        // SAFETY: a row of `gate_up` has 2 * len elements and one of `out` len; this item alone has
+        // these columns of this row.
+        unsafe {
+            let up = gate.add(len + first);
+            columns(s, gate.add(first), up, out.add(first), end - first);
+        }
+    }
+}
+
+/// `out = silu(gate) * up` for `len` neighbours.
+///
+/// # Safety
+///
+/// `len` elements are readable at `gate` and `up`, and writable at `out`.
+#[inline(always)]
+pub(crate) unsafe fn columns<S: Simd, X: Lanes>(
+    s: S,
+    gate: *const X,
+    up: *const X,
+    out: *mut X,
+    len: usize,
+) {
+    for at in (0..len).step_by(LANES) {
+        // SAFETY: the caller's promise: lanes past `len` are not read or written.
+        unsafe {
+            let g = X::load_first(s, gate.add(at), len - at);
+            let u = X::load_first(s, up.add(at), len - at);
+            X::store_first(s, out.add(at), len - at, s.mul(math::silu(s, g), u));
         }
     }
 }

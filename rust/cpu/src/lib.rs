@@ -44,9 +44,11 @@ pub use error::ArgumentError;
 pub use gate::silu_mul;
 pub use isa::Isa;
 pub use layout::{KvDType, KvLayout, kv_layer_shape, kv_shape};
-pub use norm::rms_norm;
+pub use norm::{Norm, rms_norm};
 pub use pool::Pool;
-pub use product::{Packed, Weight, WeightFormat, decode, encode, gather, linear};
+pub use product::{
+    Input, Packed, Weight, WeightFormat, decode, encode, gather, linear, linear_silu_mul,
+};
 pub use rope::{Rope, rope_and_write_kv};
 pub use sampling::{
     Assignment, BestToken, Draws, Outputs, RowLogprobs, Sampler, Samples, Score, best_tokens,

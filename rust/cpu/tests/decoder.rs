@@ -33,13 +33,22 @@ struct Dense {
 
 impl Dense {
     fn new(rows: usize, cols: usize, noise: &mut Noise) -> Self {
+        Self::parts(1, rows, cols, noise)
+    }
+
+    /// As so many parts of the same size.
+    fn parts(num_parts: usize, rows: usize, cols: usize, noise: &mut Noise) -> Self {
         let scale = 1.5 / (cols as f32).sqrt();
         let rows: Vec<Vec<f32>> =
             (0..rows).map(|_| (0..cols).map(|_| noise.next() * scale).collect()).collect();
-        let mut packed = Packed::new(WeightFormat::F32, rows.len(), cols).unwrap();
-        let bytes: Vec<u8> = rows.iter().flatten().flat_map(|x| x.to_ne_bytes()).collect();
-        packed.fill(0, &bytes).unwrap();
-        Self { rows, packed: Arc::new(Weight::new(vec![packed]).unwrap()) }
+        let parts = rows.chunks(rows.len() / num_parts).map(|rows| {
+            let mut packed = Packed::new(WeightFormat::F32, rows.len(), cols).unwrap();
+            let bytes: Vec<u8> = rows.iter().flatten().flat_map(|x| x.to_ne_bytes()).collect();
+            packed.fill(0, &bytes).unwrap();
+            packed
+        });
+        let packed = Arc::new(Weight::new(parts.collect()).unwrap());
+        Self { rows, packed }
     }
 
     fn times(&self, x: &[f64], bias: Option<&Vec<f32>>) -> Vec<f64> {
@@ -105,7 +114,7 @@ impl Plain {
             output: Dense::new(HIDDEN, Q, noise),
             output_bias: bias(HIDDEN, noise),
             mlp_norm: vector(HIDDEN, 1.0, noise),
-            gate_up: Dense::new(2 * INNER, HIDDEN, noise),
+            gate_up: Dense::parts(2, 2 * INNER, HIDDEN, noise),
             gate_up_bias: bias(2 * INNER, noise),
             down: Dense::new(HIDDEN, INNER, noise),
             down_bias: bias(HIDDEN, noise),
@@ -417,6 +426,11 @@ fn a_model_whose_parts_do_not_fit_is_refused_by_name() {
     assert_eq!(
         refused(&|m| m.layers[1].qkv = Arc::clone(other)),
         "qkv: got [8, 8], want [128, 40]"
+    );
+    let one_part = &Dense::new(2 * INNER, HIDDEN, &mut Noise::new(1)).packed;
+    assert_eq!(
+        refused(&|m| m.layers[0].gate_up = Arc::clone(one_part)),
+        "gate_up: got parts of 112 rows, want two halves of equal parts"
     );
     assert_eq!(
         refused(&|m| m.layers[2].down_bias = Some(Numbers::F32(vec![0.0; 3]))),

@@ -42,9 +42,9 @@ impl Norm {
         let poisoned = Buffer::poisoned(self.dtype, self.x.rows(), self.x.cols(), 3);
         let (mut out, mut residual) = (poisoned.clone(), self.residual.clone());
         {
-            let mut carried = residual.as_mut().map(Buffer::view_mut);
-            let (x, w) = (self.x.view(), self.weight.view());
-            rms_norm(pool, &x, &w, 1e-5, &mut out.view_mut(), carried.as_mut()).unwrap();
+            let residual = residual.as_mut().map(Buffer::view_mut);
+            let (x, weight, out) = (self.x.view(), self.weight.view(), out.view_mut());
+            rms_norm(pool, &fastserve_cpu::Norm { x, residual, weight, eps: 1e-5, out }).unwrap();
         }
         out.assert_guards(&poisoned);
         if let (Some(after), Some(before)) = (&residual, &self.residual) {

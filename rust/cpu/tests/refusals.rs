@@ -1,8 +1,8 @@
 //! Arguments that would read or write outside an array are refused by name, before anything runs.
 
 use fastserve_cpu::{
-    ArgumentError, Attention, Isa, KvDType, KvLayout, KvView, KvViewMut, Matrix, MatrixMut, Pool,
-    Rope, paged_attention, rms_norm, rope_and_write_kv, silu_mul,
+    ArgumentError, Attention, Isa, KvDType, KvLayout, KvView, KvViewMut, Matrix, MatrixMut, Norm,
+    Pool, Rope, paged_attention, rms_norm, rope_and_write_kv, silu_mul,
 };
 
 /// How a message begins, and what brings it about.
@@ -209,15 +209,14 @@ fn shapes_of_norm_and_gate() {
     let x = [0.0; 12];
     let norm = |w: usize, out_cols: usize, residual_cols: usize| {
         let (mut out, mut residual, weight) = ([0.0; 12], [0.0; 12], vec![0.0; w]);
-        rms_norm(
-            &pool(),
-            &Matrix::f32(&x, 4),
-            &Matrix::f32(&weight, w),
-            0.0,
-            &mut MatrixMut::f32(&mut out, out_cols),
-            Some(&mut MatrixMut::f32(&mut residual, residual_cols)),
-        )
-        .map_err(|error| error.argument)
+        let norm = Norm {
+            x: Matrix::f32(&x, 4),
+            residual: Some(MatrixMut::f32(&mut residual, residual_cols)),
+            weight: Matrix::f32(&weight, w),
+            eps: 0.0,
+            out: MatrixMut::f32(&mut out, out_cols),
+        };
+        rms_norm(&pool(), &norm).map_err(|error| error.argument)
     };
     assert_eq!(norm(4, 4, 4), Ok(()));
     assert_eq!(norm(3, 4, 4), Err("weight"));

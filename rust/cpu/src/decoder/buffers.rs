@@ -4,6 +4,7 @@
 //! system page by page, which takes longer than some of the operations that fill it.
 
 use crate::element::{Bf16, DType};
+use crate::norm::Norm;
 use crate::view::{Matrix, MatrixMut};
 
 /// Numbers of either type, in memory of their own.
@@ -133,20 +134,59 @@ impl Activation {
     }
 }
 
-/// Everything between the layers and inside one.
+/// What goes from layer to layer.
 #[derive(Debug)]
-pub(super) struct Buffers {
+pub(super) struct Stream {
     /// The residual stream.
     pub(super) hidden: Activation,
     /// What the last product added to it, until a norm takes it in.
     pub(super) added: Activation,
-    pub(super) normed: Activation,
+    normed: Activation,
+}
+
+impl Stream {
+    fn new(dtype: DType, hidden: usize) -> Self {
+        let rows = || Activation::new(dtype, hidden);
+        Self { hidden: rows(), added: rows(), normed: rows() }
+    }
+
+    fn resize(&mut self, num_rows: usize) {
+        let Self { hidden, added, normed } = self;
+        for rows in [hidden, added, normed] {
+            rows.resize(num_rows);
+        }
+    }
+
+    /// Have copies of those rows of `from`, which must be there.
+    pub(super) fn take_rows(&mut self, from: &Self, rows: &[i32]) {
+        self.hidden.take_rows(&from.hidden, rows);
+        self.added.take_rows(&from.added, rows);
+        self.normed.resize(rows.len());
+    }
+
+    /// The norm of `hidden`, to which nothing was added yet.
+    pub(super) fn first_norm<'a>(&'a mut self, weight: &'a Numbers, eps: f32) -> Norm<'a> {
+        let (x, out) = (self.hidden.view(), self.normed.view_mut());
+        Norm { x, residual: None, weight: weight.as_row(), eps, out }
+    }
+
+    /// `hidden += added`, and the norm of that.
+    pub(super) fn norm<'a>(&'a mut self, weight: &'a Numbers, eps: f32) -> Norm<'a> {
+        let Self { hidden, added, normed } = self;
+        let (residual, out) = (Some(hidden.view_mut()), normed.view_mut());
+        Norm { x: added.view(), residual, weight: weight.as_row(), eps, out }
+    }
+}
+
+/// Everything between the layers and inside one.
+#[derive(Debug)]
+pub(super) struct Buffers {
+    pub(super) stream: Stream,
     pub(super) qkv: Activation,
     pub(super) attended: Activation,
-    pub(super) gate_up: Activation,
     pub(super) activated: Activation,
-    /// Of the rows that have an output: `hidden`, `added` and `normed`.
-    pub(super) last: [Activation; 3],
+    /// Of the rows that have an output.
+    pub(super) last: Stream,
     /// Token ids, all known.
     pub(super) token_ids: Vec<i32>,
 }
@@ -155,22 +195,20 @@ impl Buffers {
     pub(super) fn new(dtype: DType, hidden: usize, q: usize, kv: usize, inner: usize) -> Self {
         let rows = |num_cols| Activation::new(dtype, num_cols);
         Self {
-            hidden: rows(hidden),
-            added: rows(hidden),
-            normed: rows(hidden),
+            stream: Stream::new(dtype, hidden),
             qkv: rows(q + 2 * kv),
             attended: rows(q),
-            gate_up: rows(2 * inner),
             activated: rows(inner),
-            last: [rows(hidden), rows(hidden), rows(hidden)],
+            last: Stream::new(dtype, hidden),
             token_ids: Vec::new(),
         }
     }
 
     /// Have room for a step of `num_tokens` tokens.
     pub(super) fn resize(&mut self, num_tokens: usize) {
-        let Self { hidden, added, normed, qkv, attended, gate_up, activated, .. } = self;
-        for rows in [hidden, added, normed, qkv, attended, gate_up, activated] {
+        self.stream.resize(num_tokens);
+        let Self { qkv, attended, activated, .. } = self;
+        for rows in [qkv, attended, activated] {
             rows.resize(num_tokens);
         }
     }

@@ -12,7 +12,8 @@
 //! ```
 //!
 //! What a layer adds is kept apart from `hidden` until the next norm, which adds it in the same pass
-//! over memory. Nothing here knows about sequences: rows, positions and block tables come with the
+//! over memory, and prepares the rows for the product behind it. Gate and up are never in memory as a
+//! whole. Nothing here knows about sequences: rows, positions and block tables come with the
 //! step.
 
 mod buffers;
@@ -25,15 +26,13 @@ pub use weights::{Layer, Model};
 
 use std::sync::{Mutex, PoisonError};
 
-use buffers::Buffers;
+use buffers::{Buffers, Stream};
 
 use crate::attention::{Attention, paged_attention};
 use crate::element::DType;
 use crate::error::{ArgumentError, require};
-use crate::gate::silu_mul;
-use crate::norm::rms_norm;
 use crate::pool::Pool;
-use crate::product::{gather, linear};
+use crate::product::{gather, linear, linear_silu_mul};
 use crate::rope::{Rope, rope_and_write_kv};
 use crate::view::{Matrix, MatrixMut};
 
@@ -135,35 +134,25 @@ impl Decoder {
         let _session = pool.session();
         buffers.resize(step.token_ids.len());
         fill_in(&mut buffers.token_ids, step)?;
-        gather(pool, &model.embedding, &buffers.token_ids, &mut buffers.hidden.view_mut())?;
+        let hidden = &mut buffers.stream.hidden.view_mut();
+        gather(pool, &model.embedding, &buffers.token_ids, hidden)?;
         for (index, layer) in model.layers.iter().enumerate() {
-            if index == 0 {
-                let weight = layer.attention_norm.as_row();
-                let (hidden, out) = (buffers.hidden.view(), &mut buffers.normed.view_mut());
-                rms_norm(pool, &hidden, &weight, model.norm_eps, out, None)?;
-            } else {
-                buffers.add_and_norm(pool, &layer.attention_norm, model.norm_eps)?;
-            }
             attend(pool, model, index, buffers, step, kv)?;
-            buffers.add_and_norm(pool, &layer.mlp_norm, model.norm_eps)?;
-            let Buffers { normed, gate_up, activated, added, .. } = buffers;
+            let Buffers { stream, activated, .. } = buffers;
+            let norm = stream.norm(&layer.mlp_norm, model.norm_eps);
             let bias = layer.gate_up_bias.as_ref().map(Numbers::as_row);
-            linear(pool, &normed.view(), &layer.gate_up, bias.as_ref(), &mut gate_up.view_mut())?;
-            silu_mul(pool, &gate_up.view(), &mut activated.view_mut())?;
+            let out = &mut activated.view_mut();
+            linear_silu_mul(pool, norm, &layer.gate_up, bias.as_ref(), out)?;
+            let Buffers { stream: Stream { added, .. }, activated, .. } = buffers;
             let bias = layer.down_bias.as_ref().map(Numbers::as_row);
             linear(pool, &activated.view(), &layer.down, bias.as_ref(), &mut added.view_mut())?;
         }
         if step.out_rows.is_empty() {
             return Ok(());
         }
-        let Buffers { hidden, added, last: [residual, last, normed], .. } = buffers;
-        residual.take_rows(hidden, step.out_rows);
-        last.take_rows(added, step.out_rows);
-        normed.resize(step.out_rows.len());
-        let (weight, eps) = (model.norm.as_row(), model.norm_eps);
-        let residual = &mut residual.view_mut();
-        rms_norm(pool, &last.view(), &weight, eps, &mut normed.view_mut(), Some(residual))?;
-        linear(pool, &normed.view(), &model.lm_head, None, logits)
+        let Buffers { stream, last, .. } = buffers;
+        last.take_rows(stream, step.out_rows);
+        linear(pool, last.norm(&model.norm, model.norm_eps), &model.lm_head, None, logits)
     }
 
     fn check(
@@ -207,18 +196,6 @@ impl Buffers {
         let (hidden, inner) = (model.hidden_size(), model.intermediate_size());
         Self::new(model.dtype, hidden, model.q_size(), model.kv_size(), inner)
     }
-
-    /// `hidden += added`, and its norm.
-    fn add_and_norm(
-        &mut self,
-        pool: &Pool,
-        weight: &Numbers,
-        eps: f32,
-    ) -> Result<(), ArgumentError> {
-        let Self { hidden, added, normed, .. } = self;
-        let residual = &mut hidden.view_mut();
-        rms_norm(pool, &added.view(), &weight.as_row(), eps, &mut normed.view_mut(), Some(residual))
-    }
 }
 
 /// The step's tokens, with every −1 − slot replaced by that slot's last sample.
@@ -239,7 +216,7 @@ fn fill_in(known: &mut Vec<i32>, step: &Step<'_>) -> Result<(), ArgumentError> {
     Ok(())
 }
 
-/// From `normed` to what the attention adds.
+/// From the residual stream to what the attention adds to it.
 fn attend(
     pool: &Pool,
     model: &Model,
@@ -248,10 +225,14 @@ fn attend(
     step: &Step<'_>,
     kv: &mut KvCache<'_>,
 ) -> Result<(), ArgumentError> {
-    let Buffers { normed, qkv, attended, added, .. } = buffers;
+    let Buffers { stream, qkv, attended, .. } = buffers;
     let layer = &model.layers[index];
     let bias = layer.qkv_bias.as_ref().map(Numbers::as_row);
-    linear(pool, &normed.view(), &layer.qkv, bias.as_ref(), &mut qkv.view_mut())?;
+    let norm = match index {
+        0 => stream.first_norm(&layer.attention_norm, model.norm_eps),
+        _ => stream.norm(&layer.attention_norm, model.norm_eps),
+    };
+    linear(pool, norm, &layer.qkv, bias.as_ref(), &mut qkv.view_mut())?;
     let (mut q, k, v) = qkv.split([model.q_size(), model.kv_size(), model.kv_size()]);
     let mut kv = kv.layer(index);
     let rope = Rope {
@@ -280,5 +261,5 @@ fn attend(
     };
     paged_attention(pool, &attention, &mut attended.view_mut())?;
     let bias = layer.output_bias.as_ref().map(Numbers::as_row);
-    linear(pool, &attended.view(), &layer.output, bias.as_ref(), &mut added.view_mut())
+    linear(pool, &attended.view(), &layer.output, bias.as_ref(), &mut stream.added.view_mut())
 }

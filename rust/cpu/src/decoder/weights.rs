@@ -27,7 +27,7 @@ pub struct Layer {
     pub output_bias: Option<Numbers>,
     /// Scale of the norm in front of the MLP.
     pub mlp_norm: Numbers,
-    /// Gate, then up: `[2 * intermediate_size, hidden_size]`.
+    /// Gate, then up, in equal parts: `[2 * intermediate_size, hidden_size]`.
     pub gate_up: Arc<Weight>,
     /// Bias of that product.
     pub gate_up_bias: Option<Numbers>,
@@ -133,6 +133,7 @@ impl Model {
             vector("output_bias", layer.output_bias.as_ref(), hidden)?;
             vector("mlp_norm", Some(&layer.mlp_norm), hidden)?;
             matrix("gate_up", &layer.gate_up, [2 * inner, hidden])?;
+            layer.gate_up.check_halves("gate_up")?;
             vector("gate_up_bias", layer.gate_up_bias.as_ref(), 2 * inner)?;
             matrix("down", &layer.down, [hidden, inner])?;
             vector("down_bias", layer.down_bias.as_ref(), hidden)?;

@@ -8,8 +8,8 @@
 use std::cell::UnsafeCell;
 
 use super::pairs::Pairs;
-use super::weight::{PANELS_PER_STRIP, Strip};
-use super::{PIECE, Product, few};
+use super::weight::PANELS_PER_STRIP;
+use super::{PIECE, Task};
 use crate::simd::{Dot, DotKernel, FEW_ROWS, LANES, PAIR_BYTES, Pair, Simd, run_dot};
 
 /// Pairs of a piece of K.
@@ -36,29 +36,27 @@ thread_local! {
     });
 }
 
-/// One strip of a part of bfloat16.
+/// A task whose strip is of bfloat16.
 ///
 /// # Safety
 ///
 /// The machine has AVX-512 with BF16.
-pub(super) unsafe fn strip(product: &Product<'_>, strip: usize) {
-    let x = product.forms.pairs.expect("a product by pairs has them");
-    let strip = product.weight.strips()[strip];
+pub(super) unsafe fn run(task: &Task<'_>) {
+    let x = task.product.forms.pairs.as_ref().expect("a product by pairs has them");
     // SAFETY: the caller's promise.
-    unsafe { run_dot(&Rows { product, x, strip }) };
+    unsafe { run_dot(&Rows { task, x }) };
 }
 
-/// All rows by a strip.
+/// All rows of a task.
 struct Rows<'a> {
-    product: &'a Product<'a>,
+    task: &'a Task<'a>,
     x: &'a Pairs,
-    strip: Strip,
 }
 
 impl DotKernel for Rows<'_> {
     #[inline(always)]
     fn run(&self, dot: Dot) {
-        let (num_rows, num_panels) = (self.product.x.num_rows(), self.strip.num_panels);
+        let (num_rows, num_panels) = (self.task.num_rows(), self.task.strip.num_panels);
         if num_rows > FEW_ROWS {
             return self.many(dot);
         }
@@ -79,8 +77,7 @@ impl Rows<'_> {
     /// `P` panels from `panel` on of the strip, where they are from pair `pair` on.
     #[inline(always)]
     fn panels<const P: usize>(&self, panel: usize, pair: usize) -> [*const u8; P] {
-        let part = &self.product.weight.parts()[self.strip.part];
-        let first = self.strip.first_panel + panel;
+        let (part, first) = (self.task.part(), self.task.strip.first_panel + panel);
         let mut panels = [std::ptr::null(); P];
         for (p, to) in panels.iter_mut().enumerate() {
             *to = part.panel(first + p).wrapping_add(pair * PAIR_BYTES);
@@ -92,11 +89,11 @@ impl Rows<'_> {
     #[inline(always)]
     fn few<const R: usize, const P: usize>(&self, dot: Dot, panel: usize) -> usize {
         let s = dot.simd();
-        let (num_rows, num_pairs) = (self.product.x.num_rows(), self.x.num_pairs());
+        let (num_rows, num_pairs) = (self.task.num_rows(), self.x.num_pairs);
         let mut rows = [std::ptr::null::<Pair>(); R];
         for (r, to) in rows.iter_mut().enumerate() {
             // Where there are fewer rows than the tile has, the last is computed again.
-            *to = self.x.row(r.min(num_rows - 1));
+            *to = self.x.row(self.task.first_row + r.min(num_rows - 1));
         }
         let mut totals = [[s.splat(0.0); P]; R];
         for start in (0..num_pairs).step_by(PIECE_PAIRS) {
@@ -113,8 +110,8 @@ impl Rows<'_> {
         for (row, totals) in totals.iter().enumerate().take(num_rows) {
             for (p, &total) in totals.iter().enumerate() {
                 let at = (panel + p) * LANES;
-                // SAFETY: this strip's columns of the row are this thread's alone.
-                unsafe { few::finish(s, self.product, row, self.strip, at, total) };
+                // SAFETY: a row of the task, which is this thread's.
+                unsafe { self.task.finish(s, row, at, total) };
             }
         }
         P
@@ -123,7 +120,8 @@ impl Rows<'_> {
     #[inline(always)]
     fn many(&self, dot: Dot) {
         let s = dot.simd();
-        let (num_rows, num_pairs) = (self.product.x.num_rows(), self.x.num_pairs());
+        let (num_rows, num_pairs) = (self.task.num_rows(), self.x.num_pairs);
+        let num_panels = self.task.strip.num_panels;
         // SAFETY: this thread's own, and nothing below asks for it again.
         let scratch = unsafe { &mut *SCRATCH.with(UnsafeCell::get) };
         for first in (0..num_rows).step_by(BLOCK_ROWS) {
@@ -132,14 +130,14 @@ impl Rows<'_> {
             for start in (0..num_pairs).step_by(PIECE_PAIRS) {
                 let count = PIECE_PAIRS.min(num_pairs - start);
                 for (row, to) in scratch.x[..block].iter_mut().enumerate() {
-                    let from = self.x.row(first + row).wrapping_add(start);
+                    let from = self.x.row(self.task.first_row + first + row).wrapping_add(start);
                     // SAFETY: `count` pairs of the row from `start` on.
                     to[..count].copy_from_slice(unsafe { std::slice::from_raw_parts(from, count) });
                 }
                 let piece = Piece { start, count, block };
-                for panel in (0..self.strip.num_panels).step_by(2) {
+                for panel in (0..num_panels).step_by(2) {
                     for row in (0..block).step_by(12) {
-                        match (self.strip.num_panels - panel, block - row) {
+                        match (num_panels - panel, block - row) {
                             (1, 1..=4) => self.tile::<4, 1>(dot, scratch, piece, row, panel),
                             (1, _) => self.tile::<12, 1>(dot, scratch, piece, row, panel),
                             (_, 1..=4) => self.tile::<4, 2>(dot, scratch, piece, row, panel),
@@ -149,11 +147,11 @@ impl Rows<'_> {
                 }
             }
             for (row, totals) in scratch.totals[..block].iter().enumerate() {
-                for at in (0..self.strip.num_panels * LANES).step_by(LANES) {
-                    // SAFETY: sixteen of a row; this strip's columns are this thread's alone.
+                for at in (0..num_panels * LANES).step_by(LANES) {
+                    // SAFETY: sixteen of a row; a row of the task, which is this thread's.
                     unsafe {
                         let total = s.load(totals[at..].as_ptr());
-                        few::finish(s, self.product, first + row, self.strip, at, total);
+                        self.task.finish(s, first + row, at, total);
                     }
                 }
             }

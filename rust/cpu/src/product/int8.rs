@@ -11,9 +11,9 @@
 //! A tile goes through all of K with its sums in registers. The rows of a block pass by a panel, which
 //! stays in the cache meanwhile.
 
+use super::Task;
 use super::quantize::Codes;
-use super::weight::{Packed, Strip};
-use super::{Product, few};
+use super::weight::Packed;
 use crate::simd::{FOUR, FOUR_BYTES, Int8, Int8Grid, Int8Kernel, LANES, Simd, run_int8};
 
 /// Numbers of `x` that stay in the second-level cache beside a panel, in bytes.
@@ -22,34 +22,32 @@ const BLOCK_BYTES: usize = 128 << 10;
 /// Rows of the tallest tiles: blocks are multiples.
 const TALLEST: usize = 12;
 
-/// One strip of a part of int8.
-pub(super) fn strip(product: &Product<'_>, strip: usize) {
+/// A task whose strip is of int8.
+pub(super) fn run(task: &Task<'_>) {
     // SAFETY: the instruction set is that of the pool that runs the product.
-    unsafe { run_int8(product.isa, &Rows(product), strip) };
+    unsafe { run_int8(task.product.isa, &Rows(task), 0) };
 }
 
-struct Rows<'a>(&'a Product<'a>);
+struct Rows<'a>(&'a Task<'a>);
 
 impl Int8Kernel for Rows<'_> {
     #[inline(always)]
-    fn run<I: Int8>(&self, i: I, strip: usize) {
-        let product = self.0;
-        let codes = product.forms.codes.expect("a product with int8 has them");
-        let strip = product.weight.strips()[strip];
-        let num_rows = product.x.num_rows();
+    fn run<I: Int8>(&self, i: I, _item: usize) {
+        let task = self.0;
+        let codes = task.product.forms.codes.as_ref().expect("a product with int8 has them");
         let block = (BLOCK_BYTES / codes.row_bytes() / TALLEST).max(1) * TALLEST;
-        for first in (0..num_rows).step_by(block) {
-            let rows = block.min(num_rows - first);
-            i.cover(&Block { product, codes, strip, first, rows }, rows, strip.num_panels);
+        for first in (0..task.num_rows()).step_by(block) {
+            let rows = block.min(task.num_rows() - first);
+            i.cover(&Block { task, codes, first, rows }, rows, task.strip.num_panels);
         }
     }
 }
 
-/// A block of rows by a strip.
+/// A block of a task's rows.
 struct Block<'a> {
-    product: &'a Product<'a>,
+    task: &'a Task<'a>,
     codes: &'a Codes,
-    strip: Strip,
+    /// Counted from the task's first.
     first: usize,
     rows: usize,
 }
@@ -57,30 +55,30 @@ struct Block<'a> {
 impl Int8Grid for Block<'_> {
     #[inline(always)]
     fn tile<I: Int8, const R: usize, const P: usize>(&self, i: I, row: usize, panel: usize) {
-        let (s, strip) = (i.simd(), self.strip);
-        let part = &self.product.weight.parts()[strip.part];
+        let (s, task) = (i.simd(), self.task);
+        let (part, first_row) = (task.part(), task.first_row + self.first);
         let num_fours = part.num_cols().div_ceil(FOUR);
         let mut rows = [std::ptr::null(); R];
         for (r, to) in rows.iter_mut().enumerate() {
             // Where there are fewer rows than the tile has, the last is computed again.
-            *to = self.codes.row(self.first + (row + r).min(self.rows - 1));
+            *to = self.codes.row(first_row + (row + r).min(self.rows - 1));
         }
         let mut panels = [std::ptr::null(); P];
         for (p, to) in panels.iter_mut().enumerate() {
-            *to = part.panel(strip.first_panel + panel + p);
+            *to = part.panel(task.strip.first_panel + panel + p);
         }
         // SAFETY: rows of `x` are whole vectors of fours in the form of the instruction set, panels of
         // this part have as many positions, and `Packed::new` has seen that they are not too many.
         let sums = unsafe { i.sums::<R, P>(rows, panels, num_fours) };
-        for (row, sums) in (self.first + row..self.first + self.rows).zip(&sums) {
+        for (row, sums) in (row..self.rows).zip(&sums) {
             for (p, &sum) in sums.iter().enumerate() {
-                // SAFETY: a row of the product; sixteen scales behind the numbers of a panel; this
-                // strip's columns of the row are this thread's alone.
+                // SAFETY: a row of the codes; sixteen scales behind the numbers of a panel; a row of the
+                // task, which is this thread's.
                 unsafe {
                     let scales = s.load(panels[p].add(num_fours * FOUR_BYTES).cast());
-                    let scale = s.mul(s.splat(self.codes.scale(row)), scales);
+                    let scale = s.mul(s.splat(self.codes.scale(first_row + row)), scales);
                     let at = (panel + p) * LANES;
-                    few::finish(s, self.product, row, strip, at, s.mul(sum, scale));
+                    task.finish(s, self.first + row, at, s.mul(sum, scale));
                 }
             }
         }

@@ -11,10 +11,8 @@ use std::cell::{Cell, UnsafeCell};
 use super::stored::{FOUR, ForFormat, Plain, Stored, for_format};
 use super::tile::{Groups, tile};
 use super::weight::{self, LINE, PANELS_PER_STRIP, Packed};
-use super::{PIECE, Product, few};
-use crate::element::Bf16;
+use super::{PIECE, Task};
 use crate::simd::{Grid, Kernel, LANES, Lanes, Simd};
-use crate::view::Matrix;
 
 /// Rows of a block: their piece of `x` is 96 KiB.
 const BLOCK_ROWS: usize = 192;
@@ -57,36 +55,17 @@ impl Scratch {
 
 thread_local! {
     static SCRATCH: UnsafeCell<Scratch> = UnsafeCell::new(Scratch::new());
-    static WIDE: UnsafeCell<Vec<f32>> = const { UnsafeCell::new(Vec::new()) };
 }
 
-/// Lend `body` a copy of `x`, which is bfloat16, as `f32`.
-pub(super) fn with_wide(x: &Matrix<'_>, body: impl FnOnce(&Matrix<'_>)) {
-    WIDE.with(|cell| {
-        // SAFETY: the only use, and `body` (a product) does not come here again.
-        let wide = unsafe { &mut *cell.get() };
-        let (num_rows, num_cols) = (x.num_rows(), x.num_cols());
-        wide.clear();
-        for row in 0..num_rows {
-            // SAFETY: a row of the view.
-            let row = unsafe { std::slice::from_raw_parts(x.row::<Bf16>(row), num_cols) };
-            wide.extend(row.iter().map(|value| value.to_f32()));
-        }
-        body(&Matrix::f32(wide, num_cols));
-    });
-}
+/// A task of more than a few rows.
+pub(super) struct Block<'a>(pub(super) &'a Task<'a>);
 
-/// A strip of a product.
-pub(super) struct Strip<'a>(pub(super) &'a Product<'a>);
-
-impl Kernel for Strip<'_> {
+impl Kernel for Block<'_> {
     #[inline(always)]
-    fn run<S: Simd>(&self, s: S, strip: usize) {
-        let product = self.0;
-        let strip = product.weight.strips()[strip];
-        let part = &product.weight.parts()[strip.part];
-        let (num_rows, len) = (product.x.num_rows(), product.x.num_cols());
-        let stride = product.forms.wide.row_stride();
+    fn run<S: Simd>(&self, s: S, _item: usize) {
+        let task = self.0;
+        let (strip, part, x) = (task.strip, task.part(), &task.product.forms.wide);
+        let (num_rows, len, stride) = (task.num_rows(), x.num_cols(), x.row_stride());
         let collides = (size_of::<f32>() * stride + SET_NEAR) % SET_PERIOD < 2 * SET_NEAR;
         // SAFETY: this thread's own, and nothing below asks for it again.
         let scratch = unsafe { &mut *SCRATCH.with(UnsafeCell::get) };
@@ -107,8 +86,8 @@ impl Kernel for Strip<'_> {
                         &mut scratch.panels[panel],
                     );
                 }
-                let (mut x, mut row_len) =
-                    (product.forms.wide.row::<f32>(first).wrapping_add(start), stride);
+                let first_row = x.row::<f32>(task.first_row + first);
+                let (mut x, mut row_len) = (first_row.wrapping_add(start), stride);
                 if collides {
                     // SAFETY: `block` rows of `x` have `count` numbers there, and scratch has room.
                     unsafe { copy_rows(s, x, stride, count, &mut scratch.rows[..block]) };
@@ -127,10 +106,10 @@ impl Kernel for Strip<'_> {
             }
             for (row, sums) in scratch.sums[..block].iter().enumerate() {
                 for at in (0..strip.num_panels * LANES).step_by(LANES) {
-                    // SAFETY: sixteen of a row of sums; this strip's columns are this thread's alone.
+                    // SAFETY: sixteen of a row of sums; a row of the task, which is this thread's.
                     unsafe {
                         let sum = s.load(sums.as_ptr().add(at));
-                        few::finish(s, product, first + row, strip, at, sum);
+                        task.finish(s, first + row, at, sum);
                     }
                 }
             }

@@ -33,11 +33,13 @@ mod block;
 mod decode;
 mod encode;
 mod few;
+mod gated;
 mod gather;
 mod int8;
 mod many;
 mod pack;
 mod pairs;
+mod prepare;
 mod quantize;
 mod stored;
 mod tile;
@@ -46,16 +48,17 @@ mod weight;
 pub use decode::decode;
 pub use encode::encode;
 pub use gather::gather;
+pub use prepare::Input;
 pub use weight::{Packed, Weight, WeightFormat};
 
-use crate::element::DType;
+use crate::element::{Bf16, DType};
 use crate::error::{ArgumentError, require};
 use crate::isa::Isa;
 use crate::pool::Pool;
-use crate::simd::{FEW_ROWS, Kernel, Simd};
+use crate::simd::{FEW_ROWS, Kernel, Lanes, Simd};
 use crate::view::{Matrix, MatrixMut};
-use pairs::Pairs;
-use quantize::Codes;
+use prepare::{Forms, Needs};
+use weight::Strip;
 
 /// Positions of K that are summed on their own: whole groups of every format.
 const PIECE: usize = 128;
@@ -63,55 +66,58 @@ const PIECE: usize = 128;
 /// `out = x @ weight.T`, plus `bias` where there is one.
 ///
 /// `x` is `[rows, weight.num_cols()]`, `out` is `[rows, weight.num_rows()]`, `bias` one row of that;
-/// each of either type. Sums are `f32` and rounded once, when they are stored.
+/// each of either type. Sums are `f32` and rounded once, when they are stored. Where `x` is a
+/// [`Norm`](crate::norm::Norm), that is computed first, in the pass that prepares `x` for the product.
 ///
 /// # Errors
 ///
 /// Shapes that do not fit each other, named by argument; nothing is computed.
-pub fn linear(
+pub fn linear<'a>(
     pool: &Pool,
-    x: &Matrix<'_>,
+    x: impl Into<Input<'a>>,
     weight: &Weight,
     bias: Option<&Matrix<'_>>,
     out: &mut MatrixMut<'_>,
 ) -> Result<(), ArgumentError> {
-    check(x, weight, bias, out.as_matrix())?;
-    if x.num_rows() == 0 {
-        return Ok(());
-    }
-    let has = |way| {
-        weight.parts().iter().any(|part| Way::of(part.format(), x.dtype(), pool.isa()) == way)
-    };
-    let product = |forms: Forms<'_>| run(pool, x, forms, weight, bias, out);
-    let with_codes = |forms: Forms<'_>| {
-        if has(Way::Int8) {
-            Codes::of(pool, x, |codes| product(Forms { codes: Some(codes), ..forms }));
-        } else {
-            product(forms);
-        }
-    };
-    let with_pairs = |forms: Forms<'_>| {
-        if has(Way::Pairs) {
-            Pairs::of(pool, x, |pairs| with_codes(Forms { pairs: Some(pairs), ..forms }));
-        } else {
-            with_codes(forms);
-        }
-    };
-    let forms = Forms { wide: x, pairs: None, codes: None };
-    if x.dtype() == DType::Bf16 && has(Way::Wide) {
-        many::with_wide(x, |wide| with_pairs(Forms { wide, ..forms }));
-    } else {
-        with_pairs(forms);
-    }
+    let input = x.into();
+    check(&input, weight, bias, out.as_matrix(), weight.num_rows())?;
+    start(pool, &input, weight, bias, out, false);
+    Ok(())
+}
+
+/// `out = silu(gate) * up`, where gate and up are the halves of `x @ weight.T + bias`, rounded to the
+/// type of `out`.
+///
+/// As [`linear`], but `out` has half as many columns as the weight has rows.
+///
+/// # Errors
+///
+/// As for [`linear`], or `weight` is not two halves of equal parts.
+pub fn linear_silu_mul<'a>(
+    pool: &Pool,
+    x: impl Into<Input<'a>>,
+    weight: &Weight,
+    bias: Option<&Matrix<'_>>,
+    out: &mut MatrixMut<'_>,
+) -> Result<(), ArgumentError> {
+    let input = x.into();
+    weight.check_halves("weight")?;
+    check(&input, weight, bias, out.as_matrix(), weight.num_rows() / 2)?;
+    start(pool, &input, weight, bias, out, true);
     Ok(())
 }
 
 fn check(
-    x: &Matrix<'_>,
+    input: &Input<'_>,
     weight: &Weight,
     bias: Option<&Matrix<'_>>,
     out: &Matrix<'_>,
+    num_cols: usize,
 ) -> Result<(), ArgumentError> {
+    if let Input::Norm(norm) = input {
+        norm.check()?;
+    }
+    let x = input.matrix();
     require(
         x.num_cols() == weight.num_cols(),
         "x",
@@ -119,10 +125,10 @@ fn check(
         || format!("{} columns, as many as the weight has", weight.num_cols()),
     )?;
     require(
-        out.num_rows() == x.num_rows() && out.num_cols() == weight.num_rows(),
+        out.num_rows() == x.num_rows() && out.num_cols() == num_cols,
         "out",
         || out.describe(),
-        || format!("[{}, {}]", x.num_rows(), weight.num_rows()),
+        || format!("[{}, {num_cols}]", x.num_rows()),
     )?;
     if let Some(bias) = bias {
         require(
@@ -157,66 +163,133 @@ impl Way {
     }
 }
 
-/// `x` in the form that each way takes. Those that are not made are not needed.
-#[derive(Clone, Copy)]
-struct Forms<'a> {
-    /// `f32` where a part is multiplied as such.
-    wide: &'a Matrix<'a>,
-    pairs: Option<&'a Pairs>,
-    codes: Option<&'a Codes>,
-}
-
 /// A product in progress.
 struct Product<'a> {
     isa: Isa,
     /// As it was given.
     x: &'a Matrix<'a>,
-    forms: Forms<'a>,
+    forms: &'a Forms<'a>,
     weight: &'a Weight,
     bias: Option<&'a Matrix<'a>>,
     out: &'a MatrixMut<'a>,
-    /// Strips of an item.
+    is_gated: bool,
+    /// Strips of an item; of a gated product, of each half.
     strips_per_item: usize,
 }
 
-fn run(
+/// Compute a product whose parts fit each other.
+fn start(
     pool: &Pool,
-    x: &Matrix<'_>,
-    forms: Forms<'_>,
+    input: &Input<'_>,
     weight: &Weight,
     bias: Option<&Matrix<'_>>,
     out: &MatrixMut<'_>,
+    is_gated: bool,
 ) {
-    let num_strips = weight.strips().len();
-    // A few items a thread, so that one that comes late or is slow costs little.
-    let strips_per_item = num_strips.div_ceil(8 * pool.num_threads()).max(1);
-    let isa = pool.isa();
-    let product = Product { isa, x, forms, weight, bias, out, strips_per_item };
-    let work = x.num_rows() * weight.num_rows() * weight.num_cols();
-    // About 16 multiply-adds a nanosecond, twice as many of narrow numbers, and no weight faster than
-    // memory brings it.
-    let is_narrow = forms.codes.is_some() || forms.pairs.is_some();
-    let work_ns = (work / if is_narrow { 32 } else { 16 }).max(weight.num_bytes() / 16);
-    pool.run(&product, num_strips.div_ceil(strips_per_item), work_ns);
+    let (x, isa) = (input.matrix(), pool.isa());
+    if x.num_rows() == 0 {
+        return;
+    }
+    let has = |way| weight.parts().iter().any(|part| Way::of(part.format(), x.dtype(), isa) == way);
+    let needs = Needs { wide: has(Way::Wide), pairs: has(Way::Pairs), codes: has(Way::Int8) };
+    Forms::of(pool, input, needs, |forms| {
+        let num_strips = weight.strips().len() / if is_gated { 2 } else { 1 };
+        // A few items a thread, so that one that comes late or is slow costs little.
+        let strips_per_item = num_strips.div_ceil(8 * pool.num_threads()).max(1);
+        let product = Product { isa, x, forms, weight, bias, out, is_gated, strips_per_item };
+        let work = x.num_rows() * weight.num_rows() * weight.num_cols();
+        // About 16 multiply-adds a nanosecond, twice as many of narrow numbers, and no weight faster
+        // than memory brings it.
+        let is_narrow = needs.codes || needs.pairs;
+        let work_ns = (work / if is_narrow { 32 } else { 16 }).max(weight.num_bytes() / 16);
+        pool.run(&product, num_strips.div_ceil(strips_per_item), work_ns);
+    });
 }
 
 impl Kernel for Product<'_> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, item: usize) {
-        let strips = self.weight.strips().len();
+        let num_strips = self.weight.strips().len() / if self.is_gated { 2 } else { 1 };
         let first = item * self.strips_per_item;
-        for strip in first..strips.min(first + self.strips_per_item) {
-            let part = &self.weight.parts()[self.weight.strips()[strip].part];
-            match Way::of(part.format(), self.x.dtype(), self.isa) {
-                Way::Int8 => int8::strip(self, strip),
-                // SAFETY: the way is that of an instruction set that has them, the pool's.
-                #[cfg(target_arch = "x86_64")]
-                Way::Pairs => unsafe { bf16::strip(self, strip) },
-                #[cfg(not(target_arch = "x86_64"))]
-                Way::Pairs => unreachable!("instructions of x86"),
-                Way::Wide if self.x.num_rows() <= FEW_ROWS => few::strip(s, self, strip),
-                Way::Wide => s.call(&many::Strip(self), strip),
+        for strip in first..num_strips.min(first + self.strips_per_item) {
+            if self.is_gated {
+                gated::strips(s, self, strip);
+            } else {
+                let strip = self.weight.strips()[strip];
+                let (end_row, first_col) = (self.x.num_rows(), strip.first_row);
+                let out = self.out;
+                s.call(&Task { product: self, strip, first_row: 0, end_row, out, first_col }, 0);
             }
+        }
+    }
+}
+
+/// Some rows of a product by a strip.
+struct Task<'a> {
+    product: &'a Product<'a>,
+    strip: Strip,
+    first_row: usize,
+    end_row: usize,
+    /// What its sums are stored in: `first_row` in its first row, the strip from `first_col` on. These
+    /// columns of these rows are the thread's alone.
+    out: &'a MatrixMut<'a>,
+    first_col: usize,
+}
+
+impl Task<'_> {
+    #[inline(always)]
+    fn num_rows(&self) -> usize {
+        self.end_row - self.first_row
+    }
+
+    #[inline(always)]
+    fn part(&self) -> &Packed {
+        &self.product.weight.parts()[self.strip.part]
+    }
+
+    /// Add the bias to sixteen columns of a row, counted from the task's first, from `at` of the strip on,
+    /// and store them.
+    ///
+    /// # Safety
+    ///
+    /// The task has this row, and this thread has the task.
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(&self, s: S, row: usize, at: usize, mut sum: S::V) {
+        let Strip { first_row: first, num_rows: num_cols, .. } = self.strip;
+        if at >= num_cols {
+            return;
+        }
+        let (col, len) = (self.first_col + at, num_cols - at);
+        // SAFETY: `len` columns of the strip from `at` on are columns of the bias and of `out`.
+        unsafe {
+            if let Some(bias) = self.product.bias {
+                let bias = match bias.dtype() {
+                    DType::F32 => f32::load_first(s, bias.row::<f32>(0).add(first + at), len),
+                    DType::Bf16 => Bf16::load_first(s, bias.row::<Bf16>(0).add(first + at), len),
+                };
+                sum = s.add(sum, bias);
+            }
+            match self.out.as_matrix().dtype() {
+                DType::F32 => f32::store_first(s, self.out.row::<f32>(row).add(col), len, sum),
+                DType::Bf16 => Bf16::store_first(s, self.out.row::<Bf16>(row).add(col), len, sum),
+            }
+        }
+    }
+}
+
+impl Kernel for Task<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, _item: usize) {
+        let product = self.product;
+        match Way::of(self.part().format(), product.x.dtype(), product.isa) {
+            Way::Int8 => int8::run(self),
+            // SAFETY: the way is that of an instruction set that has them, the pool's.
+            #[cfg(target_arch = "x86_64")]
+            Way::Pairs => unsafe { bf16::run(self) },
+            #[cfg(not(target_arch = "x86_64"))]
+            Way::Pairs => unreachable!("instructions of x86"),
+            Way::Wide if self.num_rows() <= FEW_ROWS => few::run(s, self),
+            Way::Wide => s.call(&many::Block(self), 0),
         }
     }
 }

@@ -8,13 +8,10 @@
 //! Each operation is one of `f32`, rounded. Where the scale is 0 (a row of zeros, or of numbers below
 //! 127 times half the smallest subnormal) the numbers are too.
 
-use std::cell::UnsafeCell;
-
 use super::pack::Rows;
 use crate::element::{Bf16, DType};
 use crate::error::{ArgumentError, require};
-use crate::pool::Pool;
-use crate::simd::{FOUR, FOUR_BYTES, Form, Kernel, LANES, Lanes, Simd};
+use crate::simd::{FOUR, FOUR_BYTES, Form, LANES, Lanes, Simd};
 use crate::symmetric::{INTEGER, LARGEST, magnitude, nearest};
 use crate::view::Matrix;
 
@@ -67,49 +64,19 @@ pub(super) fn pack(Rows { panel, lane }: Rows<'_>, bytes: &[u8]) {
 /// Rows of `x` in the form that an instruction set takes, and their scales.
 #[derive(Clone, Copy)]
 pub(super) struct Codes {
-    form: Form,
+    pub(super) form: Form,
     /// Numbers from the start of a row to the next: whole vectors.
-    stride: usize,
-    numbers: *mut u64,
-    scales: *mut f32,
+    pub(super) stride: usize,
+    /// Row after row.
+    pub(super) numbers: *mut u64,
+    /// One a row.
+    pub(super) scales: *mut f32,
 }
 
 // SAFETY: while they are written each row is one thread's alone, and then they are only read.
 unsafe impl Sync for Codes {}
 
-#[derive(Default)]
-struct Scratch {
-    numbers: Vec<u64>,
-    scales: Vec<f32>,
-}
-
-thread_local! {
-    static SCRATCH: UnsafeCell<Scratch> = UnsafeCell::default();
-}
-
 impl Codes {
-    /// Lend `body` the rows of `x`, quantized once for all that it computes.
-    ///
-    /// A row with NaN or infinity has a scale of NaN, so that all its results are NaN.
-    pub(super) fn of(pool: &Pool, x: &Matrix<'_>, body: impl FnOnce(&Self)) {
-        let (num_rows, num_cols) = (x.num_rows(), x.num_cols());
-        let (form, stride) = (Form::of(pool.isa()), num_cols.next_multiple_of(LANES));
-        // SAFETY: this thread's own, and `body` (a product) does not come here again.
-        let scratch = unsafe { &mut *SCRATCH.with(UnsafeCell::get) };
-        let num_words = num_rows * stride * form.size() / size_of::<u64>();
-        if scratch.numbers.len() < num_words {
-            scratch.numbers.resize(num_words, 0);
-        }
-        if scratch.scales.len() < num_rows {
-            scratch.scales.resize(num_rows, 0.0);
-        }
-        let numbers = scratch.numbers.as_mut_ptr();
-        let codes = Self { form, stride, numbers, scales: scratch.scales.as_mut_ptr() };
-        // About four numbers a nanosecond.
-        pool.run(&Quantize { x, codes }, num_rows, num_rows * num_cols / 4);
-        body(&codes);
-    }
-
     /// Bytes from the start of a row to the next.
     pub(super) fn row_bytes(&self) -> usize {
         self.stride * self.form.size()
@@ -158,41 +125,43 @@ impl Codes {
             }
         }
     }
-}
-
-/// A row an item.
-struct Quantize<'a> {
-    x: &'a Matrix<'a>,
-    codes: Codes,
-}
-
-impl Kernel for Quantize<'_> {
+    /// Quantize a row.
+    ///
+    /// One with NaN or infinity has a scale of NaN, so that all its results are NaN.
+    ///
+    /// # Safety
+    ///
+    /// `x` has such a row, and so have the codes, of as many numbers; no other thread uses theirs.
     #[inline(always)]
-    fn run<S: Simd>(&self, s: S, row: usize) {
-        match self.x.dtype() {
-            DType::F32 => self.quantize::<S, f32>(s, row),
-            DType::Bf16 => self.quantize::<S, Bf16>(s, row),
+    pub(super) unsafe fn quantize<S: Simd>(&self, s: S, x: &Matrix<'_>, row: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match x.dtype() {
+                DType::F32 => self.quantize_as::<S, f32>(s, x, row),
+                DType::Bf16 => self.quantize_as::<S, Bf16>(s, x, row),
+            }
         }
     }
-}
 
-impl Quantize<'_> {
+    /// # Safety
+    ///
+    /// As for [`quantize`](Self::quantize).
     #[inline(always)]
-    fn quantize<S: Simd, T: Lanes>(&self, s: S, row: usize) {
-        let (x, len) = (self.x.row::<T>(row), self.x.num_cols());
+    unsafe fn quantize_as<S: Simd, T: Lanes>(&self, s: S, x: &Matrix<'_>, row: usize) {
+        let (x, len) = (x.row::<T>(row), x.num_cols());
         // SAFETY: a row of `len` elements.
         let scale = unsafe { magnitude(s, x, len) } / LARGEST;
         let divisor = s.splat(divisor(scale));
         for at in (0..len).step_by(LANES) {
-            // SAFETY: a row of `len` elements, and as many numbers, which are this item's.
+            // SAFETY: a row of `len` elements, and as many numbers, which are this thread's.
             unsafe {
                 let near = nearest(s, T::load_first(s, x.add(at), len - at), divisor);
                 let mut lanes = [0.0; LANES];
                 s.store(lanes.as_mut_ptr(), near);
-                self.codes.put(row, at, lanes);
+                self.put(row, at, lanes);
             }
         }
         // SAFETY: one scale a row.
-        unsafe { self.codes.scales.add(row).write(scale) };
+        unsafe { self.scales.add(row).write(scale) };
     }
 }

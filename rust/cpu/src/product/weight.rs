@@ -345,6 +345,23 @@ impl Weight {
         &self.parts
     }
 
+    /// Check that it can be a gate above up: each half of the rows is whole strips, of as many rows.
+    ///
+    /// # Errors
+    ///
+    /// It cannot; the argument is called `name`.
+    pub(crate) fn check_halves(&self, name: &'static str) -> Result<(), ArgumentError> {
+        let (first, second) = self.strips.split_at(self.strips.len() / 2);
+        let rows = |strip: &Strip, before| (strip.first_row - before, strip.num_rows);
+        let is_halves = first.iter().map(|strip| rows(strip, 0));
+        let is_halves = is_halves.eq(second.iter().map(|strip| rows(strip, self.num_rows / 2)));
+        let got = || {
+            let rows: Vec<_> = self.parts.iter().map(|part| part.num_rows.to_string()).collect();
+            format!("parts of {} rows", rows.join(", "))
+        };
+        require(is_halves, name, got, || "two halves of equal parts".to_owned())
+    }
+
     #[inline(always)]
     pub(super) fn strips(&self) -> &[Strip] {
         &self.strips

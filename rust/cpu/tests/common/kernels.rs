@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use fastserve_cpu::{
     Attention, Bf16, DType, Decoder, Draws, KvCache, KvDType, KvLayout, KvView, KvViewMut, Layer,
-    Matrix, MatrixMut, Model, Numbers, Packed, Pool, Rope, Step, Weight, WeightFormat, best_tokens,
-    decode, draw_tokens, gather, kv_shape, linear, paged_attention, rms_norm, rope_and_write_kv,
-    row_logprobs, silu_mul,
+    Matrix, MatrixMut, Model, Norm, Numbers, Packed, Pool, Rope, Step, Weight, WeightFormat,
+    best_tokens, decode, draw_tokens, gather, kv_shape, linear, linear_silu_mul, paged_attention,
+    rms_norm, rope_and_write_kv, row_logprobs, silu_mul,
 };
 
 use super::blocks::random_block;
@@ -61,10 +61,14 @@ fn file_rows(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noise) 
     unguarded(make).as_slice().into()
 }
 
-fn weight(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noise) -> Weight {
+fn packed(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noise) -> Packed {
     let mut packed = Packed::new(format, rows, cols).unwrap();
     packed.fill(0, &file_rows(format, rows, cols, noise)).unwrap();
-    Weight::new(vec![packed]).unwrap()
+    packed
+}
+
+fn weight(format: WeightFormat, rows: usize, cols: usize, noise: &mut Noise) -> Weight {
+    Weight::new(vec![packed(format, rows, cols, noise)]).unwrap()
 }
 
 fn lengths(format: WeightFormat) -> &'static [usize] {
@@ -90,6 +94,7 @@ pub(crate) fn products(pool: &Pool, noise: &mut Noise) {
                 let out = &mut out.view_mut(num_cols);
                 linear(pool, &x.view(len), &weight, bias.as_ref(), out).unwrap();
             }
+            gated(pool, format, num_cols, len, noise);
             for dtype in DTYPES {
                 case(&format_args!("gather of {len} by {num_cols} {format:?}, {dtype:?}"));
                 let rows = words(3, |i| [num_cols - 1, 0, num_cols / 2][i]);
@@ -109,6 +114,26 @@ pub(crate) fn products(pool: &Pool, noise: &mut Noise) {
     }
 }
 
+/// A gated product with a norm in front.
+fn gated(pool: &Pool, format: WeightFormat, num_cols: usize, len: usize, noise: &mut Noise) {
+    let both = [0, 1].map(|_| packed(format, num_cols, len, noise));
+    let weight = Weight::new(both.into()).unwrap();
+    for (num_rows, dtype) in [1, 5].into_iter().flat_map(|n| DTYPES.map(|d| (n, d))) {
+        case(&format_args!("{num_rows} gated rows of {len} by {num_cols} {format:?}, {dtype:?}"));
+        let [x, scale] = [num_rows, 1].map(|rows| Data::new(dtype, rows * len, noise));
+        let [mut residual, mut normed] = [0, 1].map(|_| Data::new(dtype, num_rows * len, noise));
+        let mut out = Data::new(dtype, num_rows * num_cols, noise);
+        let norm = Norm {
+            x: x.view(len),
+            residual: Some(residual.view_mut(len)),
+            weight: scale.view(len),
+            eps: 1e-5,
+            out: normed.view_mut(len),
+        };
+        linear_silu_mul(pool, norm, &weight, None, &mut out.view_mut(num_cols)).unwrap();
+    }
+}
+
 pub(crate) fn norm_and_gate(pool: &Pool, noise: &mut Noise) {
     for (rows, cols) in [(1, 1), (3, 7), (2, 16), (5, 37), (4, 576)] {
         for dtype in DTYPES {
@@ -117,10 +142,11 @@ pub(crate) fn norm_and_gate(pool: &Pool, noise: &mut Noise) {
             let [mut out, mut residual] = [0, 1].map(|_| Data::new(dtype, rows * cols, noise));
             for weight_dtype in DTYPES {
                 let weight = Data::new(weight_dtype, cols, noise);
-                let (x, weight, out) = (x.view(cols), weight.view(cols), &mut out.view_mut(cols));
-                rms_norm(pool, &x, &weight, 1e-5, out, None).unwrap();
-                let residual = &mut residual.view_mut(cols);
-                rms_norm(pool, &x, &weight, 1e-5, out, Some(residual)).unwrap();
+                for has_residual in [false, true] {
+                    let residual = has_residual.then(|| residual.view_mut(cols));
+                    let (x, weight, out) = (x.view(cols), weight.view(cols), out.view_mut(cols));
+                    rms_norm(pool, &Norm { x, residual, weight, eps: 1e-5, out }).unwrap();
+                }
             }
             let gate_up = Data::new(dtype, rows * 2 * cols, noise);
             silu_mul(pool, &gate_up.view(2 * cols), &mut out.view_mut(cols)).unwrap();
@@ -257,6 +283,8 @@ pub(crate) fn sampling(pool: &Pool, noise: &mut Noise) {
 }
 
 fn model(dtype: DType, noise: &mut Noise) -> Model {
+    let both = [0, 1].map(|_| packed(WeightFormat::F32, 24, 40, noise));
+    let gate_up = Arc::new(Weight::new(both.into()).unwrap());
     let mut packed = |rows, cols| Arc::new(weight(WeightFormat::F32, rows, cols, noise));
     let numbers = |len| Numbers::F32(vec![1.0; len]);
     let layer = Layer {
@@ -268,7 +296,7 @@ fn model(dtype: DType, noise: &mut Noise) -> Model {
         output: packed(40, 4 * 16),
         output_bias: None,
         mlp_norm: numbers(40),
-        gate_up: packed(2 * 24, 40),
+        gate_up,
         gate_up_bias: None,
         down: packed(40, 24),
         down_bias: Some(numbers(40)),

@@ -82,6 +82,10 @@ impl Buffer {
         this
     }
 
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }

@@ -124,10 +124,10 @@ impl Pool {
         let residual = residual.map(|r| Array::new_mut("residual", r)).transpose()?;
         let carried = residual.as_ref().map(|residual| residual as &dyn Memory);
         check_overlap(&[Some(&out), carried], &[Some(&x), Some(&weight)])?;
-        let (xs, ws) = (x.matrix()?, weight.matrix()?);
-        let mut out = out.matrix_mut()?;
-        let mut residual = residual.as_ref().map(Array::matrix_mut).transpose()?;
-        run(py, || cpu::rms_norm(&self.pool, &xs, &ws, eps, &mut out, residual.as_mut()))
+        let residual = residual.as_ref().map(Array::matrix_mut).transpose()?;
+        let (x, weight, out) = (x.matrix()?, weight.matrix()?, out.matrix_mut()?);
+        let norm = cpu::Norm { x, residual, weight, eps, out };
+        run(py, || cpu::rms_norm(&self.pool, &norm))
     }
 
     /// `out = x @ weight.T + bias`. An element's bits depend on its row and its column alone.
