@@ -12,7 +12,7 @@
 //! ```text
 //!            K tile                                V tile
 //! float32    [block_size / G][head_dim][G]         [block_size][head_dim]
-//! bfloat16   [block_size / G][head_dim / 2][G][2]  [block_size / 2][head_dim][2]
+//! bfloat16   [block_size / G][head_dim / 2][G][2]  [block_size / 2][head_dim][2]     [2] = (1, 0)
 //! int8       [block_size / G][head_dim][G]         [block_size][head_dim]
 //!            scale f32[block_size]                 scale f32[block_size]
 //! ```
@@ -20,8 +20,9 @@
 //! Why. A score is a dot product over `head_dim`. With G keys side by side, one vector register
 //! holds one dimension of G keys, so scores of G keys are accumulated with no horizontal sum. The
 //! weighted sum of values runs over tokens, so there the dimensions lie side by side. `bfloat16`
-//! comes in pairs along the axis of summation: widening is then one shift for the first and one
-//! mask for the second of a pair, and it is the order that bf16 dot-product instructions read.
+//! comes in pairs along the axis of summation, the second first: widening is then one mask for the
+//! first and one shift for the second of a pair, and instructions for pairs, which take the upper
+//! half first, add them up in order (`simd::bf16`).
 //! K and V of one (block, head) are neighbours, so that a block is one run of memory to stream.
 //!
 //! An `int8` tile is bytes: `block_size * head_dim` numbers (a multiple of 64), then the scales of
@@ -175,7 +176,7 @@ impl KvLayout {
         let group = group * keys * self.head_dim;
         match self.dtype {
             KvDType::F32 | KvDType::I8 => group + dim * keys + key,
-            KvDType::Bf16 => group + (dim / 2 * keys + key) * 2 + dim % 2,
+            KvDType::Bf16 => group + (dim / 2 * keys + key) * 2 + 1 - dim % 2,
         }
     }
 
@@ -184,7 +185,7 @@ impl KvLayout {
     pub const fn value_at(&self, offset: usize, dim: usize) -> usize {
         match self.dtype {
             KvDType::F32 | KvDType::I8 => offset * self.head_dim + dim,
-            KvDType::Bf16 => (offset / 2 * self.head_dim + dim) * 2 + offset % 2,
+            KvDType::Bf16 => (offset / 2 * self.head_dim + dim) * 2 + 1 - offset % 2,
         }
     }
 

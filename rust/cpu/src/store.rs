@@ -101,7 +101,7 @@ pub(crate) unsafe fn store<S: Simd, C: Stored>(
         // SAFETY: places are inside the tile.
         unsafe {
             C::store_relaxed(to, pair[0]);
-            C::store_relaxed(to.wrapping_add(second - first), pair[1]);
+            C::store_relaxed(to.wrapping_add(second).wrapping_sub(first), pair[1]);
         }
         to = to.wrapping_add(third - first);
     }

@@ -1,14 +1,15 @@
 //! Products of bfloat16 by bfloat16, against their definition in plain Rust: bit by bit, for every shape,
 //! instruction set and number of threads. Products of two are exact, so that fused multiply-adds define the
-//! bits of the portable path too.
+//! bits of the portable path too. And attention over them, against that by fused multiply-adds.
 
 mod common;
 
 use std::ops::Range;
 
 use common::chains::chain;
+use common::paged::{Call, Case};
 use common::{Buffer, DTYPES, Noise, pools};
-use fastserve_cpu::{Bf16, DType, Isa, Packed, Pool, Weight, WeightFormat, linear};
+use fastserve_cpu::{Bf16, DType, Isa, KvDType, Packed, Pool, Weight, WeightFormat, linear};
 
 /// Shapes around every edge: rows of a tile, of a block; panels, strips; pairs, pieces of K.
 const ROWS: [usize; 12] = [1, 2, 3, 4, 5, 6, 12, 13, 16, 29, 192, 197];
@@ -152,6 +153,58 @@ fn rows_alone_and_together() {
                     let (alone, want) = (some.row_bits(row - first), together.row_bits(row));
                     assert!(alone == want, "{pool:?}: row {row} of {len} with {count} others");
                 }
+            }
+        }
+    }
+}
+
+/// Heads and blocks of every kind; ends of what a row sees at odd keys and at even ones.
+fn attention_cases() -> Vec<Case> {
+    let shapes = [(4, 2, 24, 8, 0), (6, 1, 64, 16, 0), (2, 2, 80, 32, 19), (7, 1, 136, 16, 256)];
+    let case = |(num_heads, num_kv_heads, head_dim, block_size, window)| Case {
+        rows: vec![(1, 300), (7, 20), (1, 1), (9, 275), (2, 38)],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        window,
+        dtype: DType::Bf16,
+        kv_dtype: KvDType::Bf16,
+        ..Case::default()
+    };
+    shapes.into_iter().map(case).collect()
+}
+
+/// Every set with fused multiply-adds, pairs or not, comes to the same.
+#[test]
+fn attention_by_pairs_is_that_by_single_numbers() {
+    let fused = pools().into_iter().filter(|pool| pool.isa() != Isa::Portable);
+    let fused: Vec<Pool> = fused.collect();
+    for case in attention_cases() {
+        let call = Call::new(&case, 5);
+        let results: Vec<Buffer> = fused.iter().map(|pool| call.run(pool)).collect();
+        for (pool, got) in fused.iter().zip(&results) {
+            for row in 0..got.rows() {
+                let (got, want) = (got.row_bits(row), results[0].row_bits(row));
+                assert!(got == want, "{pool:?} {case:?}: row {row} differs from {:?}'s", fused[0]);
+            }
+        }
+    }
+}
+
+/// A chunk's tokens end at odd keys and at even ones, where a token alone has a key without a partner, or
+/// others have.
+#[test]
+fn attention_alone_and_in_a_chunk() {
+    for case in attention_cases() {
+        let chunk = Call::new(&Case { rows: vec![(13, 270)], ..case.clone() }, 6);
+        for pool in pools() {
+            let together = chunk.run(&pool);
+            for token in 0..13 {
+                let rows = vec![(1, 258 + token)];
+                let alone = Call::new(&Case { rows, ..case.clone() }, 6).run(&pool);
+                let (got, want) = (together.row_bits(token), alone.row_bits(0));
+                assert!(got == want, "{pool:?} {case:?}: token {token} of a chunk");
             }
         }
     }

@@ -143,7 +143,7 @@ fn vector_sets_agree_bit_for_bit() {
     let sets: Vec<Isa> = Isa::available().into_iter().filter(|&isa| isa != Isa::Portable).collect();
     for case in cases() {
         let rows = vec![(1, 700), (90, 400), (5, 5)];
-        let call = Call::new(&Case { rows, dtype: DType::F32, ..case }, 4);
+        let call = Call::new(&Case { rows, ..case }, 4);
         let results: Vec<Buffer> = sets.iter().map(|&isa| call.run(&Pool::new(2, isa))).collect();
         for (set, got) in sets.iter().zip(&results) {
             for token in 0..got.rows() {

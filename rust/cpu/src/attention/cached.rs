@@ -16,6 +16,9 @@ pub(super) trait Cached: KvElement {
     /// Whether tiles have scales, of which what is read here knows nothing.
     const IS_SCALED: bool;
 
+    /// Whether they come in pairs of bfloat16.
+    const IS_PAIRED: bool = false;
+
     /// Dimensions `dim` (even) and `dim + 1` of sixteen keys: those of the two octets at `octets`,
     /// which the cache holds in groups of `group` keys. Unless `SPLIT`, `group` is sixteen and the
     /// second octet lies beside the first.
@@ -127,6 +130,7 @@ one_by_one!(i8, true, load_i8, load_i8_half, load_i8_split);
 impl Cached for Bf16 {
     const KEY_STEP: usize = 2;
     const IS_SCALED: bool = false;
+    const IS_PAIRED: bool = true;
 
     #[inline(always)]
     unsafe fn keys<S: Simd, const SPLIT: bool>(
@@ -137,12 +141,13 @@ impl Cached for Bf16 {
     ) -> (S::V, S::V) {
         // SAFETY: the caller's promise; a pair of dimensions of a group is 2 * `group` elements.
         unsafe {
-            if SPLIT {
+            let (second, first) = if SPLIT {
                 let (low, high) = ((*octets).add(dim * group), (*octets.add(1)).add(dim * group));
                 s.load_pairs_split(low, high)
             } else {
                 s.load_pairs((*octets).add(dim * 16))
-            }
+            };
+            (first, second)
         }
     }
 
@@ -157,7 +162,8 @@ impl Cached for Bf16 {
         // SAFETY: the caller's promise; `key` is even, so it begins a pair.
         unsafe {
             let from = octet.add(key * head_dim + at * 2);
-            if HALF { s.load_pairs_half(from) } else { s.load_pairs(from) }
+            let (second, first) = if HALF { s.load_pairs_half(from) } else { s.load_pairs(from) };
+            (first, second)
         }
     }
 

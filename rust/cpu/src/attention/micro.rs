@@ -14,18 +14,24 @@
 )]
 
 use super::cached::{Cached, OCTET};
+#[cfg(target_arch = "x86_64")]
+use super::dots;
 use super::scratch::STRIDE;
-use crate::simd::{Kernel, LANES, Simd};
+use crate::simd::{Kernel, LANES, Pair, Simd};
 
 /// Most rows for which memory is asked for ahead: those of one token. With more, a tile is a chunk
 /// of a prompt, and computes for longer than it reads.
-const MAX_ROWS_TO_PREFETCH: usize = 4;
+pub(super) const MAX_ROWS_TO_PREFETCH: usize = 4;
 
 /// Scores of `rows` query rows against `num_vectors` × 16 keys.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scores<C> {
     /// First query row; rows are [`STRIDE`] apart.
     pub(super) q: *const f32,
+    /// The same by pairs; rows are [`PAIR_STRIDE`](super::scratch::PAIR_STRIDE) apart.
+    pub(super) q_pairs: *const Pair,
+    /// Whether to compute by pairs: only where keys are bfloat16 and the machine has the instructions.
+    pub(super) by_pairs: bool,
     pub(super) rows: usize,
     pub(super) head_dim: usize,
     /// How far a key's value is from it, in elements.
@@ -44,6 +50,10 @@ pub(super) struct Scores<C> {
 pub(super) struct Values<C> {
     /// Weights of the first row, from key 0 of the range; rows are [`STRIDE`] apart.
     pub(super) weights: *const f32,
+    /// The same by pairs; rows are [`PAIR_STRIDE`](super::scratch::PAIR_STRIDE) apart.
+    pub(super) weight_pairs: *const Pair,
+    /// As for [`Scores`].
+    pub(super) by_pairs: bool,
     pub(super) rows: usize,
     pub(super) head_dim: usize,
     /// Octet pointers of the values, from key 0 of the range.
@@ -114,11 +124,17 @@ impl<C: Cached> Scores<C> {
     ///
     /// # Safety
     ///
-    /// `q` has `rows` (1 to [`max_rows`]) rows of `head_dim` and `out` as many of `num_vectors` vectors;
+    /// `q`, and `q_pairs` where they are used, have `rows` (1 to [`max_rows`]) rows of `head_dim` and `out`
+    /// as many of `num_vectors` vectors;
     /// `octets` are octet pointers of tiles of `head_dim` dimensions, two for each vector (of which
     /// the first is used, unless `SPLIT`).
     #[inline(always)]
     pub(super) unsafe fn compute<S: Simd, const SPLIT: bool>(mut self, s: S) {
+        #[cfg(target_arch = "x86_64")]
+        if C::IS_PAIRED && self.by_pairs {
+            // SAFETY: the caller's promise.
+            return unsafe { dots::scores::<_, SPLIT>(self) };
+        }
         let side_by_side = num_vectors::<S>(self.rows);
         while self.num_vectors > 0 {
             let n = if self.num_vectors >= side_by_side { side_by_side } else { 1 };
@@ -194,12 +210,18 @@ impl<C: Cached> Values<C> {
     ///
     /// # Safety
     ///
-    /// `weights` has `rows` (1 to [`max_rows`]) rows of `to` elements and `out` as many of `head_dim`,
+    /// `weights`, and `weight_pairs` where they are used, have `rows` (1 to [`max_rows`]) rows of `to`
+    /// elements and `out` as many of `head_dim`,
     /// rounded up to a whole vector; `octets` are octet pointers of tiles of `head_dim` dimensions,
     /// of which those of the keys `from..to` are read; `next` is as long as `octets`, and what it
     /// points to is not read.
     #[inline(always)]
     pub(super) unsafe fn accumulate<S: Simd>(self, s: S) {
+        #[cfg(target_arch = "x86_64")]
+        if C::IS_PAIRED && self.by_pairs {
+            // SAFETY: the caller's promise.
+            return unsafe { dots::accumulate(self) };
+        }
         let whole = self.head_dim / LANES;
         let side_by_side = num_vectors::<S>(self.rows);
         let mut vector = 0;

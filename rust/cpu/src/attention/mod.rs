@@ -11,6 +11,11 @@
 //! operation runs, never which operations a result is made of; so the bits stay the same
 //! (`tests/invariance.rs`). Scores, weights and sums are `f32`, whatever is stored.
 //!
+//! Where queries and cache are both bfloat16, so are the weights, before they are added up or multiplied
+//! with anything. Then every product in the chains is one of two bfloat16, exact in `f32`, and
+//! instructions for pairs of them compute the same chains (`dots`), but that they take numbers nearer
+//! to zero than 2^-126 for zero.
+//!
 //! Where the cache has scales (`int8`), a score is the chain over the stored integers, then times the
 //! key's scale, then times [`Attention::scale`]; a value's weight is multiplied by the value's scale
 //! before its chain, and enters the sum of weights without it.
@@ -29,6 +34,8 @@
 
 mod cached;
 mod check;
+#[cfg(target_arch = "x86_64")]
+mod dots;
 mod micro;
 mod partial;
 mod scratch;
@@ -99,7 +106,8 @@ fn run<C: Cached>(pool: &Pool, args: &Attention<'_>, out: &MatrixMut<'_>) {
     scratch::with_workspace(|workspace| {
         let work_ns = workspace.plan(args, pool);
         let partials = workspace.partials.as_mut_ptr();
-        let kernel = |items| tile::Tiles::<C>::new(args, out, items, workspace, partials);
+        let isa = pool.isa();
+        let kernel = |items| tile::Tiles::<C>::new(args, out, items, workspace, partials, isa);
         kernel(&workspace.items).zero_padding();
         pool.run(&kernel(&workspace.stacks), workspace.stacks.len(), work_ns.stacks);
         pool.run(&kernel(&workspace.items), workspace.items.len(), work_ns.items);

@@ -3,11 +3,12 @@
 use super::RANGE;
 use super::cached::{Cached, OCTET};
 use super::micro::{Scores, Values, max_rows};
-use super::scratch::{Scales, Scratch, Stats};
+use super::scratch::{PAIR_STRIDE, Scales, Scratch, Stats};
 use super::tile::{MAX_ROWS, Span};
+use crate::element::Bf16;
 use crate::layout::KvLayout;
 use crate::math;
-use crate::simd::{LANES, Simd};
+use crate::simd::{LANES, Pair, Simd};
 
 /// Keys whose tiles stay in the first-level cache while all rows pass over them.
 const KEYS_PER_PASS: usize = 4 * LANES;
@@ -29,6 +30,17 @@ pub(super) struct Logits {
     pub(super) scale: f32,
     /// Cap, or 0.
     pub(super) softcap: f32,
+}
+
+/// What the weights of the values are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Weights {
+    /// `f32`.
+    Wide,
+    /// Rounded to bfloat16.
+    Narrow,
+    /// The same, and everything is multiplied by pairs.
+    Pairs,
 }
 
 /// Keys of a range that a row sees: `from..to`, empty where it sees none.
@@ -76,14 +88,16 @@ impl Seen {
 ///
 /// # Safety
 ///
-/// `scratch.q` holds the rows; `source.base` is a layer of `source.layout`; blocks of keys that any
-/// row sees are in `source.table`.
+/// `scratch.q` holds the rows, and so does `scratch.q_pairs` for [`Weights::Pairs`], for which the cache
+/// is one of bfloat16 and the machine has the instructions; `source.base` is a layer of
+/// `source.layout`; blocks of keys that any row sees are in `source.table`.
 #[inline(always)]
 pub(super) unsafe fn compute<S: Simd, C: Cached>(
     s: S,
     source: &Source<'_, C>,
     spans: &[Span],
     logits: Logits,
+    weights: Weights,
     scratch: &mut Scratch,
     range: usize,
 ) {
@@ -101,20 +115,23 @@ pub(super) unsafe fn compute<S: Simd, C: Cached>(
         find_octets(source, start, union, scratch);
         find_next_octets(source, start, union, end, scratch);
         if !S::MANY_REGISTERS || source.layout.key_group() == OCTET {
-            scores::<S, C, true>(s, source.layout, seen, union, scratch);
+            scores::<S, C, true>(s, source.layout, seen, union, weights, scratch);
         } else {
-            scores::<S, C, false>(s, source.layout, seen, union, scratch);
+            scores::<S, C, false>(s, source.layout, seen, union, weights, scratch);
         }
         let scales = if C::IS_SCALED { Some(&scratch.scales) } else { None };
         for (row, &seen) in seen.iter().enumerate() {
             if !seen.is_empty() {
-                scratch.stats[row] = weigh(s, &mut scratch.scores[row], scales, seen, logits);
+                let (scores, pairs) = (&mut scratch.scores[row], &mut scratch.weight_pairs[row]);
+                let pairs =
+                    if C::IS_PAIRED && weights != Weights::Wide { Some(pairs) } else { None };
+                scratch.stats[row] = weigh(s, scores, pairs, scales, seen, logits);
                 for at in (0..source.layout.head_dim).step_by(LANES) {
                     s.store(scratch.values[row].as_mut_ptr().add(at), s.splat(0.0));
                 }
             }
         }
-        values::<S, C>(s, source.layout.head_dim, seen, union, scratch);
+        values::<S, C>(s, source.layout.head_dim, seen, union, weights, scratch);
     }
 }
 
@@ -219,6 +236,7 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
     layout: &KvLayout,
     seen: &[Seen],
     union: Seen,
+    weights: Weights,
     scratch: &mut Scratch,
 ) {
     let per_block = rows_per_block::<S>(seen.len());
@@ -233,6 +251,8 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
             let vector = block.from / LANES;
             let scores = Scores::<C> {
                 q: scratch.q[first..].as_ptr().cast(),
+                q_pairs: scratch.q_pairs[first..].as_ptr().cast(),
+                by_pairs: weights == Weights::Pairs,
                 rows,
                 head_dim: layout.head_dim,
                 to_value: layout.tile_len(),
@@ -254,6 +274,7 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
 ///
 /// With `scales`, a score is multiplied by its key's before anything else, and a weight by its value's
 /// after everything else: the sum of weights is without it, and where a key is not seen it may be NaN.
+/// With `pairs`, weights are rounded to bfloat16 and stored there too.
 ///
 /// # Safety
 ///
@@ -262,6 +283,7 @@ unsafe fn scores<S: Simd, C: Cached, const SPLIT: bool>(
 unsafe fn weigh<S: Simd>(
     s: S,
     row: &mut [f32],
+    mut pairs: Option<&mut [Pair; PAIR_STRIDE]>,
     scales: Option<&Scales>,
     seen: Seen,
     logits: Logits,
@@ -297,6 +319,15 @@ unsafe fn weigh<S: Simd>(
         unsafe {
             let at = row.add(vector * LANES);
             let mut weight = math::exp2(s, s.sub(s.load(at), s.splat(max)));
+            if let Some(pairs) = &mut pairs {
+                let mut narrow = [Bf16::default(); LANES];
+                s.store_bf16(narrow.as_mut_ptr(), weight);
+                weight = s.load_bf16(narrow.as_ptr());
+                let to = &mut pairs[vector * LANES / 2..][..LANES / 2];
+                for (to, &[first, second]) in to.iter_mut().zip(narrow.as_chunks().0) {
+                    *to = [second, first];
+                }
+            }
             sum = s.add(sum, weight);
             if let Some(scales) = scales {
                 weight = s.mul(weight, s.load(scales.values.as_ptr().add(vector * LANES)));
@@ -325,8 +356,10 @@ unsafe fn values<S: Simd, C: Cached>(
     head_dim: usize,
     seen: &[Seen],
     union: Seen,
+    weights: Weights,
     scratch: &mut Scratch,
 ) {
+    let at = |first, count| Rows { head_dim, weights, first, count };
     let per_block = rows_per_block::<S>(seen.len());
     for pass in union.from / KEYS_PER_PASS..union.to.div_ceil(KEYS_PER_PASS) {
         let keys = (pass * KEYS_PER_PASS, (pass + 1) * KEYS_PER_PASS);
@@ -339,28 +372,30 @@ unsafe fn values<S: Simd, C: Cached>(
             unsafe {
                 for (row, seen) in (first..).zip(block) {
                     let to = if common.is_empty() { keys.1 } else { common.from };
-                    accumulate::<S, C>(s, head_dim, row, 1, seen.within(keys.0, to), scratch);
+                    accumulate::<S, C>(s, at(row, 1), seen.within(keys.0, to), scratch);
                 }
                 if common.is_empty() {
                     continue;
                 }
-                accumulate::<S, C>(s, head_dim, first, rows, common, scratch);
+                accumulate::<S, C>(s, at(first, rows), common, scratch);
                 for (row, seen) in (first..).zip(block) {
-                    accumulate::<S, C>(
-                        s,
-                        head_dim,
-                        row,
-                        1,
-                        seen.within(common.to, keys.1),
-                        scratch,
-                    );
+                    accumulate::<S, C>(s, at(row, 1), seen.within(common.to, keys.1), scratch);
                 }
             }
         }
     }
 }
 
-/// Add the weighted values of `keys` to `rows` rows.
+/// Rows that values are added to.
+#[derive(Debug, Clone, Copy)]
+struct Rows {
+    head_dim: usize,
+    weights: Weights,
+    first: usize,
+    count: usize,
+}
+
+/// Add the weighted values of `keys` to some rows.
 ///
 /// # Safety
 ///
@@ -368,9 +403,7 @@ unsafe fn values<S: Simd, C: Cached>(
 #[inline(always)]
 unsafe fn accumulate<S: Simd, C: Cached>(
     s: S,
-    head_dim: usize,
-    first: usize,
-    rows: usize,
+    Rows { head_dim, weights, first, count }: Rows,
     keys: Seen,
     scratch: &mut Scratch,
 ) {
@@ -379,7 +412,9 @@ unsafe fn accumulate<S: Simd, C: Cached>(
     }
     let values = Values::<C> {
         weights: scratch.scores[first..].as_ptr().cast(),
-        rows,
+        weight_pairs: scratch.weight_pairs[first..].as_ptr().cast(),
+        by_pairs: weights == Weights::Pairs,
+        rows: count,
         head_dim,
         octets: scratch.value_octets.as_ptr().cast(),
         next: scratch.next_octets.as_ptr().cast(),

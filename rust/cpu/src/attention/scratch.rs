@@ -7,7 +7,7 @@ use super::cached::OCTET;
 use super::tile::MAX_ROWS;
 use super::work::Workspace;
 use crate::layout::MAX_HEAD_DIM;
-use crate::simd::LANES;
+use crate::simd::{LANES, Pair};
 
 /// Distance between rows of scratch: one constant for heads and ranges, so that the rows of a block
 /// are at constant offsets; not a power of two, so that they are not in one set of the cache.
@@ -15,8 +15,14 @@ pub(super) const STRIDE: usize = MAX_HEAD_DIM + LANES;
 
 const _: () = assert!(RANGE <= MAX_HEAD_DIM && MAX_HEAD_DIM.is_multiple_of(LANES));
 
+/// The same between rows of pairs.
+pub(super) const PAIR_STRIDE: usize = STRIDE / 2;
+
 /// [`MAX_ROWS`] rows.
 type Rows = Box<[[f32; STRIDE]]>;
+
+/// As many, of pairs: the second first.
+type PairRows = Box<[[Pair; PAIR_STRIDE]]>;
 
 /// What is known of a softmax besides its weighted values.
 #[derive(Debug, Clone, Copy)]
@@ -60,6 +66,9 @@ pub(super) struct Scratch {
     pub(super) q: Rows,
     /// Scores, then weights, of the current range.
     pub(super) scores: Rows,
+    /// Queries and weights, where they are multiplied by pairs.
+    pub(super) q_pairs: PairRows,
+    pub(super) weight_pairs: PairRows,
     /// Of the current range, where the cache has them.
     pub(super) scales: Scales,
     /// Weighted values of the current range, and their statistics.
@@ -78,9 +87,12 @@ pub(super) struct Scratch {
 impl Scratch {
     fn new() -> Self {
         let rows = || vec![[0.0; STRIDE]; MAX_ROWS].into_boxed_slice();
+        let pair_rows = || vec![[Pair::default(); PAIR_STRIDE]; MAX_ROWS].into_boxed_slice();
         Self {
             q: rows(),
             scores: rows(),
+            q_pairs: pair_rows(),
+            weight_pairs: pair_rows(),
             scales: Scales { keys: [0.0; RANGE], values: [0.0; RANGE] },
             values: rows(),
             stats: [Stats::EMPTY; MAX_ROWS],

@@ -4,13 +4,14 @@ use std::marker::PhantomData;
 use std::sync::atomic::Ordering;
 
 use super::cached::Cached;
-use super::partial::{self, Logits, Source};
+use super::partial::{self, Logits, Source, Weights};
 use super::scratch::{STRIDE, Scratch, Stats, scratch};
 use super::work::{Item, Split, Workspace, partial_len};
 use super::{Attention, RANGE};
 use crate::element::{Bf16, DType};
+use crate::isa::Isa;
 use crate::math;
-use crate::simd::{Kernel, LANES, Lanes, Simd};
+use crate::simd::{Kernel, LANES, Lanes, Pair, Simd};
 use crate::view::MatrixMut;
 
 /// Most query rows of a tile.
@@ -48,6 +49,7 @@ pub(super) struct Tiles<'a, C> {
     splits: &'a [Split],
     partials: *mut f32,
     group: usize,
+    weights: Weights,
     types: PhantomData<C>,
 }
 
@@ -64,10 +66,17 @@ impl<'a, C: Cached> Tiles<'a, C> {
         items: &'a [Item],
         work: &'a Workspace,
         partials: *mut f32,
+        isa: Isa,
     ) -> Self {
         let layout = args.kv.layout();
         let group = args.q.num_cols() / layout.head_dim / layout.num_kv_heads;
-        Self { args, out, items, splits: &work.splits, partials, group, types: PhantomData }
+        let weights = match args.q.dtype() {
+            DType::Bf16 if C::IS_PAIRED && isa == Isa::Avx512Bf16 => Weights::Pairs,
+            DType::Bf16 if C::IS_PAIRED => Weights::Narrow,
+            _ => Weights::Wide,
+        };
+        let splits = &work.splits;
+        Self { args, out, items, splits, partials, group, weights, types: PhantomData }
     }
 
     /// Zero the output of padding rows.
@@ -117,6 +126,18 @@ impl<'a, C: Cached> Tiles<'a, C> {
             match self.args.q.dtype() {
                 DType::F32 => self.load_row::<S, f32>(s, self.place(item, index), to),
                 DType::Bf16 => self.load_row::<S, Bf16>(s, self.place(item, index), to),
+            }
+        }
+        if self.weights == Weights::Pairs {
+            let num_pairs = self.args.kv.layout().head_dim / 2;
+            for (index, to) in scratch.q_pairs.iter_mut().enumerate().take(item.count()) {
+                let (token, column) = self.place(item, index);
+                let q: *const Pair = self.args.q.row::<Bf16>(token).wrapping_add(column).cast();
+                // SAFETY: the head is inside the row of q, and its size is even.
+                let q = unsafe { std::slice::from_raw_parts(q, num_pairs) };
+                for (to, &[first, second]) in to.iter_mut().zip(q) {
+                    *to = [second, first];
+                }
             }
         }
     }
@@ -273,7 +294,7 @@ impl<C: Cached> Kernel for Tiles<'_, C> {
         }
         for range in item.ranges.clone() {
             // SAFETY: `load` filled in the queries; the tables were checked.
-            unsafe { partial::compute(s, &source, spans, logits, scratch, range) };
+            unsafe { partial::compute(s, &source, spans, logits, self.weights, scratch, range) };
             let start = split.map(|split| self.parked_range(split, item.count(), range));
             for (row, span) in spans.iter().enumerate() {
                 if !span.meets(range) {

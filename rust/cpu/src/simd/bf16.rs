@@ -12,8 +12,10 @@
 //! the sum is a chain in the order of K, with the bits of [`Simd::fma`]; but the instruction takes subnormal
 //! numbers for zero and gives none, whatever a thread has set. (Intel's manual, volume 2, VDPBF16PS.)
 
+#![expect(clippy::unused_self, reason = "`self` is the proof that the instructions exist")]
+
 use std::arch::x86_64 as x86;
-use std::arch::x86_64::{__m512, __m512bh};
+use std::arch::x86_64::{__m512, __m512bh, __m512i};
 
 use super::avx512::Avx512;
 use super::{LANES, Pair, Simd};
@@ -47,11 +49,83 @@ pub(crate) unsafe fn run_dot<K: DotKernel>(kernel: &K) {
     kernel.run(Dot(unsafe { Avx512::new() }));
 }
 
+/// Sixteen pairs of bfloat16.
+#[inline(always)]
+fn pairs(bits: __m512i) -> __m512bh {
+    // SAFETY: both are 512 bits.
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(bits) }
+}
+
 impl Dot {
     /// The same proof, for everything else.
     #[inline(always)]
     pub(crate) fn simd(self) -> Avx512 {
         self.0
+    }
+
+    /// Sixteen pairs of zeros.
+    #[inline(always)]
+    pub(crate) fn no_pairs(self) -> __m512bh {
+        // SAFETY: `self` is a proof of AVX-512 F.
+        pairs(unsafe { x86::_mm512_setzero_si512() })
+    }
+
+    /// # Safety
+    /// Sixteen pairs are readable at `from`.
+    #[inline(always)]
+    pub(crate) unsafe fn load(self, from: *const Pair) -> __m512bh {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512 F.
+        pairs(unsafe { x86::_mm512_loadu_si512(from.cast()) })
+    }
+
+    /// # Safety
+    /// Eight pairs are readable at `from`; the others are zeros.
+    #[inline(always)]
+    pub(crate) unsafe fn half(self, from: *const Pair) -> __m512bh {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512 F and AVX.
+        unsafe { pairs(x86::_mm512_zextsi256_si512(x86::_mm256_loadu_si256(from.cast()))) }
+    }
+
+    /// # Safety
+    /// Eight pairs are readable at each of `low` and `high`.
+    #[inline(always)]
+    pub(crate) unsafe fn split(self, low: *const Pair, high: *const Pair) -> __m512bh {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512 F and AVX.
+        unsafe {
+            let low = x86::_mm512_castsi256_si512(x86::_mm256_loadu_si256(low.cast()));
+            let high = x86::_mm256_loadu_si256(high.cast());
+            pairs(x86::_mm512_inserti64x4::<1>(low, high))
+        }
+    }
+
+    /// The pair at `from`, sixteen times.
+    ///
+    /// # Safety
+    ///
+    /// It is readable.
+    #[inline(always)]
+    pub(crate) unsafe fn splat(self, from: *const Pair) -> __m512bh {
+        // SAFETY: the caller's promise, and `self` is a proof of AVX-512 F. A pair is aligned as one
+        // bfloat16 is.
+        pairs(unsafe { x86::_mm512_set1_epi32(from.cast::<i32>().read_unaligned()) })
+    }
+
+    /// The first (0) or the second (1) of each pair, beside zeros.
+    #[inline(always)]
+    pub(crate) fn one_of(self, a: __m512bh, which: usize) -> __m512bh {
+        let mask = if which == 0 { 0xffff_0000_u32 } else { 0xffff };
+        // SAFETY: `self` is a proof of AVX-512 F; both types are 512 bits.
+        unsafe {
+            let a = std::mem::transmute::<__m512bh, __m512i>(a);
+            pairs(x86::_mm512_and_si512(a, x86::_mm512_set1_epi32(mask.cast_signed())))
+        }
+    }
+
+    /// Add the products of sixteen pairs to sixteen sums, those of the firsts first.
+    #[inline(always)]
+    pub(crate) fn add(self, sums: __m512, x: __m512bh, w: __m512bh) -> __m512 {
+        // SAFETY: `self` is a proof of AVX-512 BF16.
+        unsafe { x86::_mm512_dpbf16_ps(sums, x, w) }
     }
 
     /// Sums from zero over `num_pairs` pairs of `R` rows of `x` and the sixteen rows of `P` panels.
@@ -70,19 +144,16 @@ impl Dot {
         unsafe {
             let mut sums = [[x86::_mm512_setzero_ps(); P]; R];
             for pair in 0..num_pairs {
-                let mut w = [x86::_mm512_setzero_si512(); P];
+                let mut w = [self.no_pairs(); P];
                 for p in 0..P {
                     let at = panels[p].wrapping_add(pair * PAIR_BYTES);
-                    w[p] = x86::_mm512_load_si512(at.cast());
+                    w[p] = pairs(x86::_mm512_load_si512(at.cast()));
                     self.0.prefetch(at.wrapping_add(AHEAD));
                 }
                 for r in 0..R {
-                    // A pair is aligned as one bfloat16 is.
-                    let x = x86::_mm512_set1_epi32(x[r].add(pair).cast::<i32>().read_unaligned());
-                    let x = std::mem::transmute::<x86::__m512i, __m512bh>(x);
+                    let x = self.splat(x[r].add(pair));
                     for p in 0..P {
-                        let w = std::mem::transmute::<x86::__m512i, __m512bh>(w[p]);
-                        sums[r][p] = x86::_mm512_dpbf16_ps(sums[r][p], x, w);
+                        sums[r][p] = self.add(sums[r][p], x, w[p]);
                     }
                 }
             }
