@@ -66,7 +66,7 @@ def test_measuring_finds_what_a_layer_takes(max_positions, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("target_ms", "want"), [(60.0, 58), (33.5, 32), (10.0, 32), (0.0, 32), (1e9, 10**9 - 2)]
+    ("target_ms", "want"), [(90.0, 88), (65.5, 64), (10.0, 64), (0.0, 64), (1e9, 10**9 - 2)]
 )
 def test_a_target_is_so_many_tokens(target_ms, want):
     two_ms = StepCosts(step_ns=2e6, token_ns=1e6, context_ns=0.0)
@@ -84,8 +84,8 @@ def test_context_weighs_as_it_was_measured(token_ns, context_ns, want):
 
 def test_the_core_is_told():
     sizes: dict[str, Any] = {"max_positions": 64, "vocab_size": 9, "kv_bytes_per_block": 64}
-    keywords = core_keywords(EngineConfig(target_itl_ms=60), costs=LIMITED, **sizes)
-    assert keywords["max_num_mixed_prefill_tokens"] == 59
+    keywords = core_keywords(EngineConfig(target_itl_ms=90), costs=LIMITED, **sizes)
+    assert keywords["max_num_mixed_prefill_tokens"] == 89
     assert keywords["context_per_token"] == 100
     for config, measured in [(EngineConfig(target_itl_ms=None), LIMITED), (EngineConfig(), None)]:
         keywords = core_keywords(config, costs=measured, **sizes)
@@ -119,8 +119,8 @@ def toy_engines():
 def test_a_long_prompt_leaves_streams_their_pace(toy_engines, caplog):
     runner = MeasuredRunner()
     with caplog.at_level(logging.INFO, "fastserve.engine"):
-        engine = toy_engines(runner, max_num_batched_tokens=300, target_itl_ms=41.0)
-    assert "up to 40 prompt tokens" in caplog.text
+        engine = toy_engines(runner, max_num_batched_tokens=300, target_itl_ms=81.0)
+    assert "up to 80 prompt tokens" in caplog.text
     stream = engine.submit([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
     engine.step()
     engine.submit([9] * 400, SamplingParams(max_tokens=2))
@@ -128,11 +128,11 @@ def test_a_long_prompt_leaves_streams_their_pace(toy_engines, caplog):
     beside = [step for step in runner.chunks if len(step) == 2 and step[1][1] > 1]
     sizes = [step[1] for step in beside]
     assert sum(size for _, size in sizes) == 400
-    # Sums of 1 + position / 100, to 40 at most, computed one token at a time.
+    # Sums of 1 + position / 100, to 80 at most, computed one token at a time.
     start = 0
     for got_start, got in sizes[:-1]:
         weight, want = 0, 0
-        while weight + 100 + start + want <= 4000:
+        while weight + 100 + start + want <= 8000:
             weight += 100 + start + want
             want += 1
         assert (got_start, got) == (start, want)
@@ -179,10 +179,10 @@ def test_streams_are_looked_after_and_batches_are_not(folder):
     with LLM(folder, **options) as llm:
         assert llm.engine.core_config["max_num_mixed_prefill_tokens"] is None
     with LLM(folder, target_itl_ms=1e9, **options) as llm:
-        assert llm.engine.core_config["max_num_mixed_prefill_tokens"] > 32
+        assert llm.engine.core_config["max_num_mixed_prefill_tokens"] > 64
     with AsyncEngine(folder, **options) as streaming:
         limits = streaming._engine.core_config
-        assert limits["max_num_mixed_prefill_tokens"] >= 32
+        assert limits["max_num_mixed_prefill_tokens"] >= 64
         assert limits["context_per_token"] >= 1
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MIN_MIXED_PREFILL_TOKENS", "MIN_POSITIONS", "StepCosts", "measure"]
 
-MIN_MIXED_PREFILL_TOKENS: Final = 32
+MIN_MIXED_PREFILL_TOKENS: Final = 64
 """With fewer rows matrix products are slow: streams would gain little and prompts lose much."""
 
 MIN_POSITIONS: Final = 2

@@ -26,9 +26,10 @@ thread_local! {
         UnsafeCell::new(vec![[0.0; 2 * STRIP]; BLOCK_ROWS].into_boxed_slice());
 }
 
-/// A strip of the gate, that of up, and what becomes of them.
+/// A strip of the gate, that of up, and what becomes of them; `next` is that of the gate which probably
+/// comes next.
 #[inline(always)]
-pub(super) fn strips<S: Simd>(s: S, product: &Product<'_>, gate: usize) {
+pub(super) fn strips<S: Simd>(s: S, product: &Product<'_>, gate: usize, next: usize) {
     let up = gate + product.weight.strips().len() / 2;
     let (num_rows, dtype) = (product.x.num_rows(), product.out.as_matrix().dtype());
     let memory = SCRATCH.with(UnsafeCell::get);
@@ -40,9 +41,9 @@ pub(super) fn strips<S: Simd>(s: S, product: &Product<'_>, gate: usize) {
             let rows = (*memory).as_mut_ptr().cast();
             MatrixMut::from_raw(rows, dtype, end_row - first_row, 2 * STRIP, 2 * STRIP)
         };
-        for (strip, first_col) in [(gate, 0), (up, STRIP)] {
+        for (strip, next, first_col) in [(gate, up, 0), (up, next, STRIP)] {
             let strip = product.weight.strips()[strip];
-            let task = Task { product, strip, first_row, end_row, out: &both, first_col };
+            let task = Task { product, strip, next, first_row, end_row, out: &both, first_col };
             s.call(&task, 0);
         }
         let strip = product.weight.strips()[gate];

@@ -1,4 +1,5 @@
-//! Many rows: a piece of K of a strip is made `f32` and stays in the cache while all rows use it.
+//! Many rows: a piece of K of a strip is made `f32` and stays in the cache while all rows use it. It is
+//! read as it is stored where it is `f32`, or bfloat16 and rows are few.
 //!
 //! Rows come in blocks, so that their piece of `x` stays in the second-level cache too. Between pieces
 //! the totals are in memory, where they keep their bits.
@@ -7,10 +8,11 @@
 //! computed the next one is asked for, a few lines a tile.
 
 use std::cell::{Cell, UnsafeCell};
+use std::marker::PhantomData;
 
-use super::stored::{FOUR, ForFormat, Plain, Stored, for_format};
+use super::stored::{FOUR, ForFormat, Pairs, Plain, Stored, for_format};
 use super::tile::{Groups, tile};
-use super::weight::{self, LINE, PANELS_PER_STRIP, Packed};
+use super::weight::{LINE, PANELS_PER_STRIP, Packed, WeightFormat};
 use super::{PIECE, Task};
 use crate::simd::{Grid, Kernel, LANES, Lanes, Simd};
 
@@ -29,6 +31,9 @@ const SET_NEAR: usize = 256;
 
 /// Fewest rows of a block for which the next piece is asked for.
 const FEWEST_AHEAD: usize = 16;
+
+/// Most rows of a block for which bfloat16 is made `f32` in every tile, and not once for all.
+const MOST_FOR_PAIRS: usize = 24;
 
 /// Numbers from a row of a piece of `x` to the next, where it is copied.
 const ROW: usize = PIECE + LANES;
@@ -57,6 +62,28 @@ thread_local! {
     static SCRATCH: UnsafeCell<Scratch> = UnsafeCell::new(Scratch::new());
 }
 
+/// How tiles read a piece of a strip.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// As it is stored, in `f32`.
+    Plain,
+    /// As it is stored, in bfloat16.
+    Pairs,
+    /// Made `f32` before.
+    Widened,
+}
+
+impl Way {
+    #[inline(always)]
+    fn of(format: WeightFormat, num_rows: usize) -> Self {
+        match format {
+            WeightFormat::F32 | WeightFormat::F16 => Self::Plain,
+            WeightFormat::Bf16 if num_rows <= MOST_FOR_PAIRS => Self::Pairs,
+            _ => Self::Widened,
+        }
+    }
+}
+
 /// A task of more than a few rows.
 pub(super) struct Block<'a>(pub(super) &'a Task<'a>);
 
@@ -76,15 +103,16 @@ impl Kernel for Block<'_> {
             }
             for start in (0..len).step_by(PIECE) {
                 let count = PIECE.min(len - start);
-                for panel in 0..strip.num_panels {
-                    widen(
-                        s,
-                        part,
-                        strip.first_panel + panel,
-                        start,
-                        count,
-                        &mut scratch.panels[panel],
-                    );
+                let way = Way::of(part.format(), block);
+                let mut panels = [std::ptr::null(); PANELS_PER_STRIP];
+                for (panel, to) in panels[..strip.num_panels].iter_mut().enumerate() {
+                    let (from, wide) = (strip.first_panel + panel, &mut scratch.panels[panel]);
+                    *to = if way == Way::Widened {
+                        widen(s, part, from, start, count, wide);
+                        wide.as_ptr().cast()
+                    } else {
+                        part.panel(from)
+                    };
                 }
                 let first_row = x.row::<f32>(task.first_row + first);
                 let (mut x, mut row_len) = (first_row.wrapping_add(start), stride);
@@ -97,12 +125,18 @@ impl Kernel for Block<'_> {
                     x,
                     row_len,
                     block,
+                    start: if way == Way::Widened { 0 } else { start },
                     count,
-                    panels: &scratch.panels[..strip.num_panels],
+                    panels,
                     sums: scratch.sums.as_mut_ptr(),
-                    ahead: Ahead::of(part, strip, start + PIECE, block),
+                    ahead: Ahead::of(task, start + PIECE, block),
                 };
-                s.cover(&piece, block, strip.num_panels);
+                match way {
+                    Way::Plain | Way::Widened => {
+                        s.cover(&Of::<Plain>::new(&piece), block, strip.num_panels);
+                    }
+                    Way::Pairs => s.cover(&Of::<Pairs>::new(&piece), block, strip.num_panels),
+                }
             }
             for (row, sums) in scratch.sums[..block].iter().enumerate() {
                 for at in (0..strip.num_panels * LANES).step_by(LANES) {
@@ -213,23 +247,21 @@ struct Ahead {
 }
 
 impl Ahead {
-    /// Of the piece that starts at `start`, or of the next strip after the last; `block` rows are computed
-    /// meanwhile.
+    /// Of the piece that starts at `start`, or of the strip that comes next after the last; `block` rows
+    /// are computed meanwhile.
     #[inline(always)]
-    fn of(part: &Packed, strip: weight::Strip, start: usize, block: usize) -> Self {
-        let (first, start) = if start < part.num_cols() {
-            (strip.first_panel, start)
-        } else {
-            (strip.first_panel + strip.num_panels, 0)
+    fn of(task: &Task<'_>, start: usize, block: usize) -> Self {
+        let weight = task.product.weight;
+        let (strip, start) = match start {
+            _ if start < weight.num_cols() => (task.strip, start),
+            _ => (weight.strips()[task.next], 0),
         };
+        let part = &weight.parts()[strip.part];
         // With few rows the memory is the limit, and asks for itself as early.
-        let num_panels = match block {
-            ..FEWEST_AHEAD => 0,
-            _ => strip.num_panels.min(part.num_panels() - first),
-        };
+        let num_panels = if block < FEWEST_AHEAD { 0 } else { strip.num_panels };
         let mut panels = [std::ptr::null(); PANELS_PER_STRIP];
         for (panel, to) in panels[..num_panels].iter_mut().enumerate() {
-            *to = part.panel(first + panel).wrapping_add(part.bytes_before(start));
+            *to = part.panel(strip.first_panel + panel).wrapping_add(part.bytes_before(start));
         }
         let num_bytes = part.bytes_before(PIECE);
         // Tiles have up to twelve rows, most often six.
@@ -253,40 +285,54 @@ impl Ahead {
 }
 
 /// A block of rows by a piece of a strip.
-struct Piece<'a> {
+struct Piece {
     /// The first row of the block, at the piece.
     x: *const f32,
     /// Numbers from a row to the next.
     row_len: usize,
     block: usize,
     count: usize,
-    panels: &'a [[[f32; LANES]; PIECE]],
+    /// Panels of the strip, which have the piece from position `start` on.
+    panels: [*const u8; PANELS_PER_STRIP],
+    start: usize,
     /// [`BLOCK_ROWS`] rows of [`STRIP`].
     sums: *mut [f32; STRIP],
     ahead: Ahead,
 }
 
-impl Grid for Piece<'_> {
+/// A piece whose panels are stored as `W`.
+struct Of<'a, W> {
+    piece: &'a Piece,
+    format: PhantomData<fn() -> W>,
+}
+
+impl<'a, W> Of<'a, W> {
+    fn new(piece: &'a Piece) -> Self {
+        Self { piece, format: PhantomData }
+    }
+}
+
+impl<W: Stored> Grid for Of<'_, W> {
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const P: usize>(&self, s: S, row: usize, panel: usize) {
+        let piece = self.piece;
         let mut rows = [std::ptr::null(); R];
         let mut panels = [std::ptr::null(); P];
         let mut tiles = [[s.splat(0.0); P]; R];
-        for (p, to) in panels.iter_mut().enumerate() {
-            *to = self.panels[panel + p].as_ptr().cast();
-        }
+        panels.copy_from_slice(&piece.panels[panel..panel + P]);
         for (r, to) in rows.iter_mut().enumerate() {
             // Where there are fewer rows than the tile has, the last is computed again.
-            let row = (row + r).min(self.block - 1);
-            *to = self.x.wrapping_add(row * self.row_len);
+            let row = (row + r).min(piece.block - 1);
+            *to = piece.x.wrapping_add(row * piece.row_len);
         }
-        self.ahead.fetch(s);
-        let groups = Groups::between::<Plain>(0, self.count);
-        // SAFETY: rows of x have `count` numbers from `start` on, and the pieces as many positions.
-        unsafe { tile::<S, Plain, R, P>(s, rows, panels, groups, &mut tiles) };
-        for (row, tiles) in (row..self.block).zip(&tiles) {
+        piece.ahead.fetch(s);
+        let groups = Groups::between::<W>(piece.start, piece.count);
+        // SAFETY: rows of x have `count` numbers from the piece's start on, and the panels as many
+        // positions, from `start` on.
+        unsafe { tile::<S, W, R, P>(s, rows, panels, groups, &mut tiles) };
+        for (row, tiles) in (row..piece.block).zip(&tiles) {
             for (p, &sum) in tiles.iter().enumerate() {
-                let total = self.sums_at(row, panel + p);
+                let total = piece.sums_at(row, panel + p);
                 // SAFETY: sixteen of a row of sums, which is this thread's alone.
                 unsafe { s.store(total, s.add(s.load(total), sum)) };
             }
@@ -294,7 +340,7 @@ impl Grid for Piece<'_> {
     }
 }
 
-impl Piece<'_> {
+impl Piece {
     /// Sixteen sums.
     #[inline(always)]
     fn sums_at(&self, row: usize, panel: usize) -> *mut f32 {

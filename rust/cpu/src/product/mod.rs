@@ -175,6 +175,26 @@ struct Product<'a> {
     is_gated: bool,
     /// Strips of an item; of a gated product, of each half.
     strips_per_item: usize,
+    num_threads: usize,
+}
+
+impl Product<'_> {
+    /// Strips that are shared out; of a gated product, of each half.
+    #[inline(always)]
+    fn num_strips(&self) -> usize {
+        self.weight.strips().len() / if self.is_gated { 2 } else { 1 }
+    }
+
+    /// The strip that a thread will probably compute after `strip` of an item: the next one there, or the
+    /// first of the item that comes when every other thread has taken one.
+    #[inline(always)]
+    fn after(&self, item: usize, strip: usize) -> usize {
+        let next = match strip + 1 {
+            next if next < (item + 1) * self.strips_per_item => next,
+            _ => (item + self.num_threads) * self.strips_per_item,
+        };
+        next.min(self.num_strips() - 1)
+    }
 }
 
 /// Compute a product whose parts fit each other.
@@ -196,7 +216,9 @@ fn start(
         let num_strips = weight.strips().len() / if is_gated { 2 } else { 1 };
         // A few items a thread, so that one that comes late or is slow costs little.
         let strips_per_item = num_strips.div_ceil(8 * pool.num_threads()).max(1);
-        let product = Product { isa, x, forms, weight, bias, out, is_gated, strips_per_item };
+        let num_threads = pool.num_threads();
+        let product =
+            Product { isa, x, forms, weight, bias, out, is_gated, strips_per_item, num_threads };
         let work = x.num_rows() * weight.num_rows() * weight.num_cols();
         // About 16 multiply-adds a nanosecond, twice as many of narrow numbers, and no weight faster
         // than memory brings it.
@@ -209,17 +231,24 @@ fn start(
 impl Kernel for Product<'_> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, item: usize) {
-        let num_strips = self.weight.strips().len() / if self.is_gated { 2 } else { 1 };
         let first = item * self.strips_per_item;
-        for strip in first..num_strips.min(first + self.strips_per_item) {
+        for strip in first..self.num_strips().min(first + self.strips_per_item) {
+            let next = self.after(item, strip);
             if self.is_gated {
-                gated::strips(s, self, strip);
-            } else {
-                let strip = self.weight.strips()[strip];
-                let (end_row, first_col) = (self.x.num_rows(), strip.first_row);
-                let out = self.out;
-                s.call(&Task { product: self, strip, first_row: 0, end_row, out, first_col }, 0);
+                gated::strips(s, self, strip, next);
+                continue;
             }
+            let strip = self.weight.strips()[strip];
+            let task = Task {
+                product: self,
+                strip,
+                next,
+                first_row: 0,
+                end_row: self.x.num_rows(),
+                out: self.out,
+                first_col: strip.first_row,
+            };
+            s.call(&task, 0);
         }
     }
 }
@@ -228,6 +257,8 @@ impl Kernel for Product<'_> {
 struct Task<'a> {
     product: &'a Product<'a>,
     strip: Strip,
+    /// The strip that probably comes next: memory is asked for it.
+    next: usize,
     first_row: usize,
     end_row: usize,
     /// What its sums are stored in: `first_row` in its first row, the strip from `first_col` on. These

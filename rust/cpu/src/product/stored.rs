@@ -69,7 +69,7 @@ impl Stored for Plain {
 }
 
 /// bfloat16 in pairs, the second of each first.
-struct Pairs;
+pub(super) struct Pairs;
 
 impl Stored for Pairs {
     const GROUP: usize = FOUR;

@@ -236,12 +236,6 @@ impl Packed {
         unsafe { std::slice::from_raw_parts_mut(self.memory.as_mut_ptr().cast(), len) }
     }
 
-    /// Panels.
-    #[inline(always)]
-    pub(super) fn num_panels(&self) -> usize {
-        self.num_rows.div_ceil(LANES)
-    }
-
     /// Bytes of a panel before position `col`; inside a block, about as many.
     #[inline(always)]
     pub(super) fn bytes_before(&self, col: usize) -> usize {
