@@ -65,10 +65,7 @@ impl Core {
         let num_tokens = state.tokens.len();
         let words = request.sampling.len() + num_tokens;
         let blocks = num_tokens.div_ceil(self.config.block_size as usize);
-        if pass.writer.slot_events_left() <= self.config.max_num_seqs as usize
-            || pass.writer.event_words_left() < words
-            || self.edits_left(pass) < blocks
-        {
+        if pass.writer.event_words_left() < words || self.edits_left(pass) < blocks {
             return Verdict::Stop;
         }
         let alone = self.service.is_empty() && self.scratch.joining.is_empty();
@@ -108,6 +105,7 @@ impl Core {
         self.sequences[sequence].key = key;
         let slot = self.assign(pass, sequence);
         self.kv.adopt(slot);
+        self.scratch.matched += probe.num_blocks as usize;
         let sibling = self.sibling(slot, probe.num_blocks as usize);
         let matched = probe.num_blocks * self.config.block_size;
         let row = &mut self.rows[slot.index()];

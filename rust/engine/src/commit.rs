@@ -61,7 +61,8 @@ impl Core {
             .slots()
             .filter(|&slot| {
                 let row = &self.rows[slot.index()];
-                let follows = self.kv.pending_step(slot).is_some_and(|pending| pending >= step);
+                // What is pending waits for a step in flight, and all of those fail.
+                let follows = self.kv.pending_step(slot).is_some();
                 let planned = row.last_step >= step;
                 let kept = planted(Fault::FollowerOfFailedStepKept)
                     && self.names[slot.index()].num_cached_tokens > 0;
@@ -190,7 +191,7 @@ impl Core {
             self.note(name.seq, EventKind::FirstToken);
         }
         let row = &self.rows[slot.index()];
-        if row.num_pending > 0 && !row.has(flags::LEAVING) {
+        if row.num_pending > 0 {
             // A step in flight writes the K and V of this token; now it is known.
             self.offer_blocks(slot, row.last_step);
         }

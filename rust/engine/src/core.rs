@@ -149,8 +149,8 @@ pub(crate) struct Scratch {
     pub(crate) copies: Vec<(u32, u32)>,
     /// Rows that fill a block in this step.
     pub(crate) filling: Vec<RowSlot>,
-    /// Long prompts that the cap held back, and could take more.
-    pub(crate) held_back: Vec<RowSlot>,
+    /// Long prompts that had a turn: they may take more in the end.
+    pub(crate) long: Vec<RowSlot>,
     /// Slots that join the running rows after the pass, and whom to stand beside.
     pub(crate) joining: Vec<(RowSlot, Option<RowSlot>)>,
     /// Slots of sequences preempted in the pass over the running rows.
@@ -230,7 +230,7 @@ impl Core {
                 forks: Vec::with_capacity(slots),
                 copies: Vec::with_capacity(slots),
                 filling: Vec::with_capacity(slots),
-                held_back: Vec::with_capacity(slots),
+                long: Vec::with_capacity(slots),
                 joining: Vec::with_capacity(slots),
                 freed: Vec::with_capacity(slots),
                 matched: 0,

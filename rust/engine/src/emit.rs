@@ -158,7 +158,8 @@ impl Core {
     ) {
         let row = self.rows[slot.index()];
         let end = start + take;
-        let reaches_end = end == row.num_known + row.num_pending;
+        // With more than one token to go, none is waited for.
+        let reaches_end = end == row.num_known;
         let scores = row.has(flags::SCORE);
         self.emit_tokens(pass, flight, slot, start, take);
         if reaches_end {

@@ -68,16 +68,15 @@ impl Core {
 
     /// One token to go, and a block or a copy needed first, or more than one output wanted.
     fn schedule_last_token(&mut self, pass: &mut Pass<'_>, place: usize, slot: RowSlot) {
-        let fits = self.make_room(pass, Some(place), slot, 1);
+        let fits = self.make_room(pass, Some(place), slot);
         // A victim of its own gave up its token when it was preempted.
         if self.rows[slot.index()].has(flags::LEAVING) {
             return;
         }
         pass.budget.settle_decode(fits);
+        // If it does not fit, no block is to be had: nobody is admitted in its stead.
         if fits {
             self.take_tokens(pass, slot, 1);
-        } else {
-            pass.outstanding_blocks += 1;
         }
     }
 
@@ -98,13 +97,12 @@ impl Core {
         let row = &self.rows[slot.index()];
         let (remaining, start) = (row.remaining(), row.num_computed);
         let is_long = self.is_long(remaining);
-        let room = pass.budget.chunk_room(is_long, start);
-        let mut take = remaining.min(room);
-        if is_long && take < remaining.min(pass.budget.chunk_room(false, start)) {
-            self.scratch.held_back.push(slot);
+        if is_long {
+            self.scratch.long.push(slot);
         }
-        take = take.min(self.output_room(pass, slot));
-        if take > 0 && self.make_room(pass, place, slot, take) {
+        let room = pass.budget.chunk_room(is_long, start);
+        let mut take = remaining.min(room).min(self.output_room(pass, slot));
+        if take > 0 && self.make_room(pass, place, slot) {
             take = take.min(self.tokens_that_fit(slot));
             pass.budget.take_chunk(take, is_long, start);
             self.take_tokens(pass, slot, take);
@@ -116,11 +114,11 @@ impl Core {
 
     /// Give long prompts what nobody else wanted.
     pub(crate) fn extend_long(&mut self, pass: &mut Pass<'_>) {
-        for at in 0..self.scratch.held_back.len() {
-            let slot = self.scratch.held_back[at];
+        for at in 0..self.scratch.long.len() {
+            let slot = self.scratch.long[at];
             let row = self.rows[slot.index()];
-            if row.has(flags::LEAVING) || row.scheduled_in != pass.mark() || row.take == 0 {
-                continue;
+            if row.take == 0 {
+                continue; // It is no row of this step.
             }
             let take = row
                 .remaining()
@@ -132,7 +130,7 @@ impl Core {
                 self.take_tokens(pass, slot, take);
             }
         }
-        self.scratch.held_back.clear();
+        self.scratch.long.clear();
     }
 
     pub(crate) fn is_long(&self, remaining: u32) -> bool {
@@ -163,51 +161,41 @@ impl Core {
     fn copies_tail(&self, slot: RowSlot) -> bool {
         let row = &self.rows[slot.index()];
         let index = (row.num_computed / self.config.block_size) as usize;
-        row.has(flags::FORKED)
-            && index < self.kv.num_blocks_of(slot)
-            && self.kv.num_uses(slot, index) > 1
+        row.has(flags::FORKED) && self.kv.num_uses(slot, index) > 1
     }
 
-    /// Blocks still to come for the tokens that the row has.
-    pub(crate) fn missing_blocks(&self, slot: RowSlot) -> usize {
-        let row = &self.rows[slot.index()];
-        let total = (row.num_known + row.num_pending).div_ceil(self.config.block_size) as usize;
+    /// Blocks still to come for the tokens of a row that has more than one to go.
+    fn missing_blocks(&self, slot: RowSlot) -> usize {
+        let total = self.rows[slot.index()].num_known.div_ceil(self.config.block_size) as usize;
         total.saturating_sub(self.kv.num_blocks_of(slot))
     }
 
-    /// See that at least one of `take` tokens has a place, preempting those behind if need be.
+    /// See that the row's next token has a place, preempting those behind if need be.
     ///
     /// False: it has none in this step. The row may have been preempted itself, being the last.
-    fn make_room(
-        &mut self,
-        pass: &mut Pass<'_>,
-        place: Option<usize>,
-        slot: RowSlot,
-        take: u32,
-    ) -> bool {
-        loop {
-            let row = &self.rows[slot.index()];
-            let in_table = self.kv.num_blocks_of(slot) as u32 * self.config.block_size;
-            let fits_table = in_table > row.num_computed;
-            let needed = usize::from(!fits_table) + usize::from(self.copies_tail(slot));
-            let available = self.kv.available();
-            if available >= needed {
-                return take > 0;
-            }
+    fn make_room(&mut self, pass: &mut Pass<'_>, place: Option<usize>, slot: RowSlot) -> bool {
+        while self.kv.available() == 0 && self.needs_block(slot) {
             // An admitted row asked for no more than there is; only a running one preempts.
             let Some(place) = place else { return false };
-            if available + self.blocks_leaving() >= needed {
+            if self.blocks_leaving() > 0 {
                 return false;
             }
             if let Some(victim) = self.victim(pass, place) {
                 self.preempt(pass, victim, slot);
-            } else if self.first_in_service() == Some(slot) {
-                return false;
             } else {
-                self.preempt(pass, slot, slot);
+                if self.first_in_service() != Some(slot) {
+                    self.preempt(pass, slot, slot);
+                }
                 return false;
             }
         }
+        true
+    }
+
+    /// Whether the row's next token needs a block: the next one, or a copy of one that forks share.
+    fn needs_block(&self, slot: RowSlot) -> bool {
+        let in_table = self.kv.num_blocks_of(slot) as u32 * self.config.block_size;
+        in_table == self.rows[slot.index()].num_computed || self.copies_tail(slot)
     }
 
     /// Blocks that come back when steps in flight commit. Shared ones count although they may stay:
@@ -237,8 +225,7 @@ impl Core {
     /// Put a running sequence back into the queue for the sake of `by`.
     fn preempt(&mut self, pass: &mut Pass<'_>, slot: RowSlot, by: RowSlot) {
         let row = self.rows[slot.index()];
-        let waits_its_turn = row.is_runnable() && row.scheduled_in != pass.mark();
-        if waits_its_turn && row.remaining() == 1 && pass.chunk != Some(slot) {
+        if row.is_runnable() && row.remaining() == 1 && pass.chunk != Some(slot) {
             pass.budget.settle_decode(false);
         }
         let sequence = &mut self.sequences[row.sequence];
@@ -262,15 +249,11 @@ impl Core {
     fn follow(&mut self, pass: &mut Pass<'_>, slot: RowSlot) -> bool {
         let row = self.rows[slot.index()];
         let block_size = self.config.block_size;
-        let sequence = &self.sequences[row.sequence];
-        let limit = match_limit(sequence, row.has(flags::SCORE));
-        let at_boundary = row.num_computed.is_multiple_of(block_size);
-        if !self.config.enable_prefix_caching
-            || !at_boundary
-            || (row.num_computed + block_size) as usize > limit
-        {
+        if !self.config.enable_prefix_caching || !row.num_computed.is_multiple_of(block_size) {
             return true;
         }
+        let sequence = &self.sequences[row.sequence];
+        let limit = match_limit(sequence, row.has(flags::SCORE));
         let request = &self.requests[sequence.request].request;
         let key = SeqKey { namespace: request.namespace, spans: &request.spans };
         let probe = self.kv.probe_from(slot, key, &sequence.tokens, limit);
@@ -278,12 +261,12 @@ impl Core {
         let mut computed = row.num_computed;
         if probe.num_blocks > 0 && probe.num_blocks as usize <= self.edits_left(pass) {
             self.kv.adopt(slot);
-            let matched = probe.num_blocks * block_size;
-            computed += matched;
+            self.scratch.matched += probe.num_blocks as usize;
+            computed += probe.num_blocks * block_size;
             let row = &mut self.rows[slot.index()];
-            row.num_computed = computed;
+            let from = std::mem::replace(&mut row.num_computed, computed);
             row.num_offered = self.kv.num_shared(slot) as u32;
-            self.count_hits(slot, computed - matched, computed);
+            self.count_hits(slot, from, computed);
         }
         let sure = (computed + block_size) as usize <= limit;
         match next.filter(|_| sure).and_then(|hash| self.leader(pass, hash, slot)) {
@@ -330,13 +313,11 @@ impl Core {
         let first =
             if planted(Fault::RecomputeCountedAsHits) { from } else { from.max(row.high_water) };
         let hits = to.saturating_sub(first);
-        self.scratch.matched += ((to - from) / self.config.block_size) as usize;
         self.stats.prefix_cache_hits += u64::from(hits);
         let name = &mut self.names[slot.index()];
         name.num_cached_tokens += hits;
         self.sequences[row.sequence].num_cached_tokens = Some(name.num_cached_tokens);
-        let user = to / self.config.block_size;
-        if let Some(&block) = self.kv.table(slot).get(user.saturating_sub(1) as usize) {
+        if let Some(&block) = self.kv.table(slot).last() {
             self.block_user[block as usize] = slot;
         }
     }
@@ -355,9 +336,7 @@ impl Core {
         row.num_computed += take;
         let blocks = row.num_computed.div_ceil(block_size) as usize;
         let fresh = blocks.saturating_sub(self.kv.num_blocks_of(slot));
-        if fresh > 0 {
-            self.kv.allocate(slot, fresh).expect("room was made");
-        }
+        self.kv.allocate(slot, fresh).expect("room was made");
         self.rows[slot.index()].last_block = self.kv.table(slot)[blocks - 1];
         self.offer_blocks(slot, pass.step);
         self.claim_next(slot);
@@ -375,9 +354,6 @@ impl Core {
         }
         row.flags &= !flags::FORKED;
         let index = (row.num_computed / self.config.block_size) as usize;
-        if self.kv.num_blocks_of(slot) <= index {
-            return;
-        }
         let copied = self.kv.copy_on_write(slot, index).expect("room was made");
         if let Some((source, destination)) = copied {
             let row = &mut self.rows[slot.index()];
@@ -434,7 +410,7 @@ impl Core {
     fn claim_next(&mut self, slot: RowSlot) {
         self.drop_claim(slot);
         let row = &self.rows[slot.index()];
-        if !self.config.enable_prefix_caching || row.remaining() == 0 || row.num_pending > 0 {
+        if row.remaining() == 0 {
             return;
         }
         let sequence = &self.sequences[row.sequence];
@@ -475,7 +451,6 @@ impl Core {
         let words = request.sampling.len() + self.sequences[sequence].tokens.len();
         !self.free_slots.is_empty()
             && pass.budget.spare_outputs() > 0
-            && pass.writer.slot_events_left() > self.config.max_num_seqs as usize
             && pass.writer.event_words_left() >= words
             && self.edits_left(pass) >= self.kv.num_blocks_of(parent)
     }

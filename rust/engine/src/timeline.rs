@@ -37,11 +37,8 @@ impl<T: Copy> Ring<T> {
     }
 
     fn iter(&self) -> impl Iterator<Item = &T> {
-        let (recent, old) = if self.items.len() < self.capacity {
-            self.items.split_at(self.items.len())
-        } else {
-            self.items.split_at(self.next)
-        };
+        // Until it is full, all are recent.
+        let (recent, old) = self.items.split_at(self.next);
         old.iter().chain(recent)
     }
 }

@@ -216,11 +216,6 @@ impl PlanWriter<'_> {
         self.event_words.left()
     }
 
-    /// Assignments that still fit.
-    pub fn slot_events_left(&self) -> usize {
-        self.slot_events.left() / SLOT_EVENT_WORDS
-    }
-
     /// Table edits that still fit.
     pub fn table_edits_left(&self) -> usize {
         self.table_edits.left() / TABLE_EDIT_WORDS
