@@ -448,3 +448,6 @@ impl Flight {
 fn with_transfer_slots(config: &CoreConfig) -> CoreConfig {
     CoreConfig { max_num_seqs: config.max_num_seqs + config.max_num_tickets, ..config.clone() }
 }
+
+#[cfg(test)]
+mod tests;

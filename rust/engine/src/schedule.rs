@@ -495,3 +495,6 @@ pub(crate) fn match_limit(sequence: &Sequence, scores: bool) -> usize {
     }
     sequence.tokens.len() - usize::from(!planted(Fault::MatchOfAllTokens))
 }
+
+#[cfg(test)]
+mod tests;

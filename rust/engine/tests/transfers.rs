@@ -80,6 +80,7 @@ fn only_what_is_missing_is_fetched() {
     let places: Vec<i32> = driver.view().copies_in().chunks(4).map(|copy| copy[1]).collect();
     assert_eq!(places, [4, 5]);
     driver.commit();
+    assert!(driver.core.is_open(fetched.ticket) && !driver.core.has_work(), "it is under way");
     assert!(driver.core.complete(fetched.ticket, true));
     assert_eq!(driver.core.stats().cached, 6);
 }
@@ -110,9 +111,11 @@ fn refusals_say_why() {
     assert_eq!(core.stats().held, 0, "nothing changed");
 
     let tiny = CoreConfig { num_blocks: 4, watermark_blocks: 1, max_num_tickets: 1, ..small() };
+    let mut driver = Driver::new(tiny.clone());
+    driver.core.fetch(ANY, &PREFIX[..6], &[0; 3]).expect("three beside the watermark");
     let mut driver = Driver::new(tiny);
     assert_eq!(
-        message(driver.core.fetch(ANY, &PREFIX, &[0; 4]).expect_err("three beside the watermark")),
+        message(driver.core.fetch(ANY, &PREFIX, &[0; 4]).expect_err("one more")),
         "4 blocks wanted, 3 are free or cached beside the watermark; compute instead"
     );
     driver.core.fetch(ANY, &PREFIX[..2], &[0]).expect("room");
