@@ -161,7 +161,9 @@ impl Chaos {
             let state = &self.sim.ledger.seqs[seq];
             let (id, known) = (state.id, state.num_outputs() as u32);
             let kept = self.rng.range(0..known + 1);
-            if state.place != Place::Unborn {
+            // A later request may have the id by now.
+            let named = self.sim.ledger.find(id.request.0, id.index).unwrap_or(seq);
+            if self.sim.ledger.seqs[named].place != Place::Unborn {
                 self.sim.cut(id, kept)?;
             }
         }
