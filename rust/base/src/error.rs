@@ -105,8 +105,9 @@ pub enum RequestError {
     },
 }
 
+/// A wait in seconds, to be shown with one decimal: a short one is no reason to try again at once.
 fn seconds(nanos: Nanos) -> f64 {
-    nanos as f64 / 1e9
+    (nanos as f64 / 1e9).max(0.1)
 }
 
 impl RequestError {
@@ -203,4 +204,17 @@ pub enum StepError {
     /// The core is closed.
     #[error("the core is closed; make a new one")]
     Closed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_wait_is_not_none() {
+        for (retry_after, shown) in [(0, "0.1 s"), (1_000, "0.1 s"), (2_360_000_000, "2.4 s")] {
+            let text = RequestError::QueueFull { limit: 3, retry_after }.to_string();
+            assert!(text.ends_with(&format!("retry in about {shown}")), "{text}");
+        }
+    }
 }
