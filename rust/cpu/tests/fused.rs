@@ -176,7 +176,16 @@ fn shapes_that_do_not_fit_are_refused_by_name() {
         let error = gated(&weight, cols + 1).unwrap_err();
         assert_eq!(error, format!("out: got [2, {}] float32, want [2, {cols}]", cols + 1));
     }
-    for rows in [&[48][..], &[24, 25], &[8, 64, 64, 8], &[64], &[16, 16, 32]] {
+    for rows in [
+        &[48][..],
+        &[24, 25],
+        &[24, 26],
+        &[8, 24],
+        &[10, 150],
+        &[8, 64, 64, 8],
+        &[64],
+        &[16, 16, 32],
+    ] {
         let error = gated(&weight(rows), 24).unwrap_err();
         let rows: Vec<_> = rows.iter().map(ToString::to_string).collect();
         let want = format!("parts of {} rows, want two halves of equal parts", rows.join(", "));

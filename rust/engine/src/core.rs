@@ -230,7 +230,8 @@ impl Core {
                 forks: Vec::with_capacity(slots),
                 copies: Vec::with_capacity(slots),
                 filling: Vec::with_capacity(slots),
-                long: Vec::with_capacity(slots),
+                // One that preempts itself may leave its slot to another in the same pass.
+                long: Vec::with_capacity(slots + 1),
                 joining: Vec::with_capacity(slots),
                 freed: Vec::with_capacity(slots),
                 matched: 0,

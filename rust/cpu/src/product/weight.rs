@@ -346,9 +346,9 @@ impl Weight {
     /// It cannot; the argument is called `name`.
     pub(crate) fn check_halves(&self, name: &'static str) -> Result<(), ArgumentError> {
         let (first, second) = self.strips.split_at(self.strips.len() / 2);
-        let rows = |strip: &Strip, before| (strip.first_row - before, strip.num_rows);
-        let is_halves = first.iter().map(|strip| rows(strip, 0));
-        let is_halves = is_halves.eq(second.iter().map(|strip| rows(strip, self.num_rows / 2)));
+        let half = self.num_rows / 2;
+        let expected = first.iter().map(|strip| (strip.first_row + half, strip.num_rows));
+        let is_halves = expected.eq(second.iter().map(|strip| (strip.first_row, strip.num_rows)));
         let got = || {
             let rows: Vec<_> = self.parts.iter().map(|part| part.num_rows.to_string()).collect();
             format!("parts of {} rows", rows.join(", "))
