@@ -212,9 +212,13 @@ def test_aborts_come_in_every_state(tiny_models: dict[str, TinyModel]) -> None:
     before = Counter(model.reference.tally.aborted_in)
     engine = model.engine(num_blocks=6, block_size=8, max_num_batched_tokens=64, max_chunk_tokens=7)
     wanted = set(ABORT_STATES) - {"any"}
-    # Steps go on while this thread looks: a state that lasts one step is not seen in every round.
+    # Steps go on while this thread looks, so each state has to last for some: of short prompts with
+    # long answers the last one is preempted until another has ended.
+    rounds = [(prompts_for(8), 12), (prompts_for(8)[:3], 40)]
     for number in range(MAX_ROUNDS):
-        run_round(engine, model.reference, prompts_for(8), 12, aborts=number % len(ABORT_STATES))
+        prompts, max_tokens = rounds[number % 2]
+        first = number // 2 % len(ABORT_STATES)
+        run_round(engine, model.reference, prompts, max_tokens, aborts=first)
         if set(model.reference.tally.aborted_in - before) == wanted:
             break
     assert set(model.reference.tally.aborted_in - before) == wanted
