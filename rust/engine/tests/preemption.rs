@@ -3,7 +3,7 @@
 mod driver;
 
 use driver::{Driver, request, small};
-use fastserve_base::{CoreConfig, Request, RequestId};
+use fastserve_base::{CoreConfig, PolicyKind, Request, RequestId};
 use fastserve_engine::EventKind;
 
 #[test]
@@ -122,6 +122,42 @@ fn a_block_that_a_step_in_flight_fills_is_shared_though_its_row_was_preempted() 
     driver.commit();
     let stats = driver.core.stats();
     assert_eq!((stats.held, stats.cached, stats.free), (2, 2, 0));
+    driver.run_to_end(10);
+    for request in &wanted {
+        driver.assert_exact(request);
+    }
+}
+
+/// A token that was kept for a row with one to go, which then finds no block, goes to a long prompt that had
+/// its turn before, and that nothing but the budget held back.
+#[test]
+fn a_long_prompt_takes_the_token_of_a_row_that_has_no_block() {
+    let config = CoreConfig {
+        num_blocks: 2,
+        block_size: 8,
+        max_model_len: 16,
+        max_num_batched_tokens: 5,
+        long_prefill_threshold: Some(2),
+        max_long_prefill_percent: 100,
+        scheduling_policy: PolicyKind::Priority,
+        max_wait: None,
+        ..small()
+    };
+    let mut driver = Driver::new(config);
+    let wanted = [
+        Request { priority: 9, ..request(1, &[1; 8], 3) },
+        Request { priority: 0, ..request(2, &[2; 8], 1) },
+    ];
+    driver.submit(wanted[0].clone());
+    assert_eq!(driver.plan().num_tokens, 5);
+    driver.commit();
+    driver.submit(wanted[1].clone());
+    assert_eq!(driver.plan().num_tokens, 5, "three, and two of the other's");
+    driver.commit();
+    let sizes = driver.plan();
+    assert_eq!((sizes.num_rows, sizes.num_tokens), (1, 5), "four, and the one that was kept");
+    assert_eq!(driver.core.stats().num_preemptions, 1);
+    driver.commit();
     driver.run_to_end(10);
     for request in &wanted {
         driver.assert_exact(request);
