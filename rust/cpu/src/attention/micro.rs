@@ -124,7 +124,7 @@ impl<C: Cached> Scores<C> {
     ///
     /// # Safety
     ///
-    /// `q`, and `q_pairs` where they are used, have `rows` (1 to [`max_rows`]) rows of `head_dim` and `out`
+    /// `q`, or `q_pairs` where they are used, has `rows` (1 to [`max_rows`]) rows of `head_dim` and `out`
     /// as many of `num_vectors` vectors;
     /// `octets` are octet pointers of tiles of `head_dim` dimensions, two for each vector (of which
     /// the first is used, unless `SPLIT`).

@@ -88,8 +88,8 @@ impl Seen {
 ///
 /// # Safety
 ///
-/// `scratch.q` holds the rows, and so does `scratch.q_pairs` for [`Weights::Pairs`], for which the cache
-/// is one of bfloat16 and the machine has the instructions; `source.base` is a layer of
+/// `scratch.q` holds the rows, or `scratch.q_pairs` for [`Weights::Pairs`], for which the cache is one of
+/// bfloat16 and the machine has the instructions; `source.base` is a layer of
 /// `source.layout`; blocks of keys that any row sees are in `source.table`.
 #[inline(always)]
 pub(super) unsafe fn compute<S: Simd, C: Cached>(

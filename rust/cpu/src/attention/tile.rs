@@ -119,25 +119,29 @@ impl<'a, C: Cached> Tiles<'a, C> {
         spans
     }
 
-    /// Load the queries of an item.
+    /// Load the queries of an item, in the form that they are multiplied in.
     #[inline(always)]
     fn load<S: Simd>(&self, s: S, item: &Item, scratch: &mut Scratch) {
+        if self.weights == Weights::Pairs {
+            return self.load_pairs(item, scratch);
+        }
         for (index, to) in scratch.q.iter_mut().enumerate().take(item.count()) {
             match self.args.q.dtype() {
                 DType::F32 => self.load_row::<S, f32>(s, self.place(item, index), to),
                 DType::Bf16 => self.load_row::<S, Bf16>(s, self.place(item, index), to),
             }
         }
-        if self.weights == Weights::Pairs {
-            let num_pairs = self.args.kv.layout().head_dim / 2;
-            for (index, to) in scratch.q_pairs.iter_mut().enumerate().take(item.count()) {
-                let (token, column) = self.place(item, index);
-                let q: *const Pair = self.args.q.row::<Bf16>(token).wrapping_add(column).cast();
-                // SAFETY: the head is inside the row of q, and its size is even.
-                let q = unsafe { std::slice::from_raw_parts(q, num_pairs) };
-                for (to, &[first, second]) in to.iter_mut().zip(q) {
-                    *to = [second, first];
-                }
+    }
+
+    fn load_pairs(&self, item: &Item, scratch: &mut Scratch) {
+        let num_pairs = self.args.kv.layout().head_dim / 2;
+        for (index, to) in scratch.q_pairs.iter_mut().enumerate().take(item.count()) {
+            let (token, column) = self.place(item, index);
+            let q: *const Pair = self.args.q.row::<Bf16>(token).wrapping_add(column).cast();
+            // SAFETY: the head is inside the row of q, and its size is even.
+            let q = unsafe { std::slice::from_raw_parts(q, num_pairs) };
+            for (to, &[first, second]) in to.iter_mut().zip(q) {
+                *to = [second, first];
             }
         }
     }

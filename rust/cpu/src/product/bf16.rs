@@ -36,13 +36,12 @@ thread_local! {
     });
 }
 
-/// A task whose strip is of bfloat16.
+/// A task whose strip is of bfloat16, with the pairs of the product's `x`.
 ///
 /// # Safety
 ///
 /// The machine has AVX-512 with BF16.
-pub(super) unsafe fn run(task: &Task<'_>) {
-    let x = task.product.forms.pairs.as_ref().expect("a product by pairs has them");
+pub(super) unsafe fn run(task: &Task<'_>, x: &Pairs) {
     // SAFETY: the caller's promise.
     unsafe { run_dot(&Rows { task, x }) };
 }

@@ -22,19 +22,21 @@ const BLOCK_BYTES: usize = 128 << 10;
 /// Rows of the tallest tiles: blocks are multiples.
 const TALLEST: usize = 12;
 
-/// A task whose strip is of int8.
-pub(super) fn run(task: &Task<'_>) {
+/// A task whose strip is of int8, with the codes of the product's `x`.
+pub(super) fn run(task: &Task<'_>, codes: &Codes) {
     // SAFETY: the instruction set is that of the pool that runs the product.
-    unsafe { run_int8(task.product.isa, &Rows(task), 0) };
+    unsafe { run_int8(task.product.isa, &Rows { task, codes }, 0) };
 }
 
-struct Rows<'a>(&'a Task<'a>);
+struct Rows<'a> {
+    task: &'a Task<'a>,
+    codes: &'a Codes,
+}
 
 impl Int8Kernel for Rows<'_> {
     #[inline(always)]
     fn run<I: Int8>(&self, i: I, _item: usize) {
-        let task = self.0;
-        let codes = task.product.forms.codes.as_ref().expect("a product with int8 has them");
+        let Self { task, codes } = *self;
         let block = (BLOCK_BYTES / codes.row_bytes() / TALLEST).max(1) * TALLEST;
         for first in (0..task.num_rows()).step_by(block) {
             let rows = block.min(task.num_rows() - first);

@@ -153,7 +153,6 @@ enum Way {
 }
 
 impl Way {
-    #[inline(always)]
     fn of(format: WeightFormat, x: DType, isa: Isa) -> Self {
         match format {
             WeightFormat::I8 => Self::Int8,
@@ -311,16 +310,14 @@ impl Task<'_> {
 impl Kernel for Task<'_> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, _item: usize) {
-        let product = self.product;
-        match Way::of(self.part().format(), product.x.dtype(), product.isa) {
-            Way::Int8 => int8::run(self),
-            // SAFETY: the way is that of an instruction set that has them, the pool's.
+        let Forms { codes, pairs, .. } = self.product.forms;
+        match (self.part().format(), codes, pairs) {
+            (WeightFormat::I8, Some(codes), _) => int8::run(self, codes),
+            // SAFETY: there are pairs where the pool's instruction set multiplies them.
             #[cfg(target_arch = "x86_64")]
-            Way::Pairs => unsafe { bf16::run(self) },
-            #[cfg(not(target_arch = "x86_64"))]
-            Way::Pairs => unreachable!("instructions of x86"),
-            Way::Wide if self.num_rows() <= FEW_ROWS => few::run(s, self),
-            Way::Wide => s.call(&many::Block(self), 0),
+            (WeightFormat::Bf16, _, Some(pairs)) => unsafe { bf16::run(self, pairs) },
+            _ if self.num_rows() <= FEW_ROWS => few::run(s, self),
+            _ => s.call(&many::Block(self), 0),
         }
     }
 }

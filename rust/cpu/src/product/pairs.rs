@@ -23,6 +23,7 @@ impl Pairs {
     pub(super) fn row(&self, row: usize) -> *const Pair {
         self.memory.wrapping_add(row * self.num_pairs)
     }
+
     /// Fill in a row.
     ///
     /// # Safety
