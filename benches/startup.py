@@ -4,6 +4,9 @@ Unit: seconds from ``exec`` to the first byte on stdout, median of five processe
 warms the page cache. Peak memory is the process's largest resident set; the part of the KV pool
 that was touched is counted in (it is a megabyte or two: the pool is touched only where it is
 used).
+
+A second line has the peak memory of a process whose KV pool of 10,000 tokens was filled, with
+weights, keys and values in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,6 +32,16 @@ COMMAND = [
     *("generate", MODEL, PROMPT, "--raw", "--max-tokens", str(MAX_TOKENS)),
 ]
 
+POOL_TOKENS = 10_000
+FILL = f"""
+from fastserve import LLM, SamplingParams
+
+llm = LLM("{MODEL}", dtype="bfloat16", num_blocks={POOL_TOKENS} // 16, progress=False)
+prompts = [{{"prompt_token_ids": [100 + i] * 496}} for i in range({POOL_TOKENS} // 512)]
+outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+assert sum(len(output.outputs[0].token_ids) for output in outputs) == 16 * len(prompts)
+"""
+
 
 def measure() -> tuple[float, int]:
     """One process: seconds to the first byte, and its peak resident set in bytes."""
@@ -41,12 +54,26 @@ def measure() -> tuple[float, int]:
         seconds = time.perf_counter() - start
         while os.read(process.stdout.fileno(), 1 << 16):
             pass
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if not first or process.returncode != 0:
-        raise SystemExit(f"exit {process.returncode}: {' '.join(COMMAND)}")
+        peak = wait(process)
+    if not first:
+        raise SystemExit(f"no output: {' '.join(COMMAND)}")
+    return seconds, peak
+
+
+def fill_pool() -> int:
+    """Peak resident set in bytes of a process that uses all of its KV pool."""
+    with subprocess.Popen([sys.executable, "-c", FILL], stdin=subprocess.DEVNULL) as process:
+        return wait(process)
+
+
+def wait(process: subprocess.Popen[bytes]) -> int:
+    """Until it is over. Its peak resident set in bytes."""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"exit {process.returncode} of the measured process")
     kilobyte = 1 if sys.platform == "darwin" else 1024
-    return seconds, usage.ru_maxrss * kilobyte
+    return usage.ru_maxrss * kilobyte
 
 
 def main() -> None:
@@ -62,6 +89,14 @@ def main() -> None:
         "peak_gb": round(max(peak for _, peak in runs) / 1e9, 3),
     }
     print(json.dumps(line), flush=True)
+    memory = {
+        "bench": "memory",
+        "model": MODEL,
+        "dtype": "bfloat16",
+        "pool_tokens": POOL_TOKENS,
+        "peak_gb": round(fill_pool() / 1e9, 3),
+    }
+    print(json.dumps(memory), flush=True)
 
 
 if __name__ == "__main__":

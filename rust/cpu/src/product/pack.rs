@@ -56,14 +56,17 @@ pub(super) fn row(format: WeightFormat, rows: Rows<'_>, bytes: &[u8]) {
     }
 }
 
-/// Pairs of numbers of two bytes, each turned around.
+/// Pairs of numbers of two bytes, each turned around. The last number of an odd row is a second one
+/// without a first.
 fn pairs(Rows { panel, lane }: Rows<'_>, bytes: &[u8]) {
     const PAIR: usize = 4;
-    for (pair, place) in bytes.chunks(PAIR).zip(panel.chunks_exact_mut(PAIR * LANES)) {
-        let (first, second) = pair.split_at(2);
-        let place = &mut place[lane * PAIR..][..PAIR];
-        place[..second.len()].copy_from_slice(second);
-        place[2..].copy_from_slice(first);
+    let (pairs, last) = bytes.as_chunks::<PAIR>();
+    let mut places = panel.chunks_exact_mut(PAIR * LANES).map(|place| &mut place[lane * PAIR..]);
+    for (&[a, b, c, d], place) in pairs.iter().zip(&mut places) {
+        place[..PAIR].copy_from_slice(&[c, d, a, b]);
+    }
+    if let (&[a, b], Some(place)) = (last, places.next()) {
+        place[2..PAIR].copy_from_slice(&[a, b]);
     }
 }
 
