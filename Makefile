@@ -91,6 +91,10 @@ types: setup ## mypy --strict, and the stubs against the extension
 	@$(STEP) "Stubs of the extension" \
 		$(VENV)/bin/stubtest fastserve._core --mypy-config-file pyproject.toml
 
+.PHONY: kernels
+kernels: $(EXTENSION) ## CUDA kernels as a GPU would load them, a line each; ALL=1 for all
+	@$(PY) tools/kernels.py $(if $(ALL),--all)
+
 .PHONY: mutants
 mutants: tools $(INSTALLED) ## Mutation tests of kv, sched and engine; takes hours
 	@$(PY) tools/mutants.py $(ARGS)
