@@ -204,8 +204,10 @@ def test_package_imports_only_what_it_asks_for() -> None:
     project = manifest(REPOSITORY / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     asked = [*project["dependencies"], *extras["server"]]
-    # typer brings click, fastapi brings starlette and pydantic.
+    # typer brings click, fastapi brings starlette and pydantic; `cuda` is cuda-bindings.
     known = {normalised(line) for line in asked} | {"click", "starlette", "pydantic"}
+    assert all("cuda-bindings" in map(normalised, extras[name]) for name in ("cuda12", "cuda13"))
+    known.add("cuda")
     for name, path in modules().items():
         for imported in imports(path, name, at_import_only=False):
             top = imported.partition(".")[0]

@@ -52,7 +52,7 @@ class Column:
 
 COLUMNS = (
     Column("W1", "tok/s", "W1", "tokens_per_s"),
-    Column("W1S", "tok/s", "W1S", "tokens_per_s"),
+    Column("W1S", "tok/s", "W1S", "tokens_per_s", digits=1),
     Column("W2", "s", "W2", "wall_s", digits=1),
     Column("W3", "ms/tok", "W3", "itl_mean_s", 1e3, 1),
     Column("W3", "TTFT ms", "W3", "ttft_p50_s", 1e3),
