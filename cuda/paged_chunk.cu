@@ -86,7 +86,7 @@ struct Partial {
 
 }  // namespace fastserve
 
-extern "C" __global__ void __launch_bounds__(fastserve::kNumThreads)
+extern "C" __global__ void __launch_bounds__(fastserve::kNumThreads, 1)
     paged_chunk(SCALAR* out, const SCALAR* q, const SCALAR* k_cache, const SCALAR* v_cache,
                 const int* block_tables, const int* row_slots, const int* query_indptr,
                 const int* seq_lens, int max_blocks, int group, int window, float scale,

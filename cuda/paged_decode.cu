@@ -93,7 +93,7 @@ struct Ring {
 
 }  // namespace fastserve
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 1)
     paged_decode(SCALAR* out, float* partial_out, float* partial_weights, const SCALAR* q,
                  const SCALAR* k_cache, const SCALAR* v_cache, const int* block_tables,
                  const int* row_slots, const int* query_indptr, const int* seq_lens, int max_blocks,
