@@ -92,7 +92,7 @@ types: setup ## mypy --strict, and the stubs against the extension
 		$(VENV)/bin/stubtest fastserve._core --mypy-config-file pyproject.toml
 
 .PHONY: kernels
-kernels: $(EXTENSION) ## CUDA kernels as a GPU would load them, a line each; ALL=1 for all
+kernels: setup ## CUDA kernels as a GPU would load them, by NVRTC; takes minutes; ALL=1 for all
 	@$(PY) tools/kernels.py $(if $(ALL),--all)
 
 .PHONY: mutants
@@ -102,7 +102,7 @@ mutants: tools $(INSTALLED) ## Mutation tests of kv, sched and engine; takes hou
 ##@ Measure
 
 .PHONY: bench-core
-bench-core: setup ## Benches of the core and of the start-up, as JSON lines
+bench-core: setup ## Benches of the core, kernels and start-up, as JSON lines
 	@sh tools/bench_core.sh $(ARGS)
 
 .PHONY: bench-accuracy

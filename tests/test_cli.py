@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from fastserve import LLM, SamplingParams, __version__, doctor, extras
+from fastserve._core import cpu
 from fastserve.cli import app
 from fastserve.cli.commands import run
 from fastserve.cli.console import one_line_errors
@@ -301,6 +302,22 @@ def test_doctor_says_what_there_is() -> None:
     assert report["versions"]["fastserve"].startswith(__version__)
     assert report["processor"]["kernels"]
     assert (code == 0) == (report["problems"] == [])
+
+
+def test_doctor_says_which_kernels_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels() -> str:
+        return str(json.loads(invoke("doctor", "--json")[1])["processor"]["kernels"])
+
+    monkeypatch.delenv("FASTSERVE_CPU_ISA", raising=False)
+    best, *others = sorted(cpu.available_isas(), key=lambda isa: isa != cpu.detect_isa())
+    built = f"also built: {', '.join(others)}"
+    assert kernels() == (f"{best} ({built})" if others else best)
+    monkeypatch.setenv("FASTSERVE_CPU_ISA", "portable")
+    assert kernels().startswith("portable (chosen by FASTSERVE_CPU_ISA")
+    assert best in kernels()
+    monkeypatch.setenv("FASTSERVE_CPU_ISA", "foo")
+    assert kernels().startswith("none (FASTSERVE_CPU_ISA=foo is not built; also built: ")
+    assert invoke("doctor")[0] == 1
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """Compile the CUDA kernels as a device would load them, and say what each takes.
 
-    make kernels            a cover of the pairs of macros, for sm_80 and sm_90a
+    make kernels            a cover of the pairs of macros, for sm_80 and sm_90a; two minutes or so
     make kernels ALL=1      everything in cuda/instantiations.toml, for every architecture in it
 
-A line each. A kernel that keeps registers in memory makes the command fail.
+A line each, and how many there will be on stderr. A kernel that keeps registers in memory makes the
+command fail.
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ def main() -> None:
     given = parser.parse_args()
     listed = Instantiations.read(CUDA / "instantiations.toml")
     chosen = list(listed.all) if given.all else cover(listed.all)
-    known = compiler().architectures()
+    try:
+        known = compiler().architectures()
+    except KernelError as error:
+        raise SystemExit(str(error)) from None
     wanted = listed.architectures if given.all else listed.cover_architectures
     architectures = [arch for arch in wanted if arch.rstrip("a") in known]
     for arch in sorted(set(wanted) - set(architectures)):
         print(f"{arch}: NVRTC {compiler().version} does not know it", file=sys.stderr)
     jobs = [(one, arch) for arch in architectures for one in chosen]
+    print(f"{len(jobs)} kernels to compile", file=sys.stderr)
     wrong = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for line, is_well in pool.map(compile_one, *zip(*jobs, strict=True)):

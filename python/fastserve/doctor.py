@@ -104,14 +104,16 @@ def _processor(problems: list[str]) -> Iterator[tuple[str, str]]:
     flags = cpu.get("flags", cpu.get("Features", "")).split()
     sets = [name for flag, name in _INSTRUCTION_SETS.items() if flag in flags]
     yield "instruction sets", ", ".join(sets) or "none that matter"
+    available = _core.cpu.available_isas()
     chosen = os.environ.get(ISA_VARIABLE)
-    if chosen and chosen not in _core.cpu.available_isas():
-        problems.append(
-            f"{ISA_VARIABLE}={chosen}: this machine has {', '.join(_core.cpu.available_isas())}"
-        )
-    others = [isa for isa in _core.cpu.available_isas() if isa != _core.cpu.detect_isa()]
     path = _kernels()
-    yield "kernels", f"{path} (also built: {', '.join(others)})" if others else path
+    notes = [f"chosen by {ISA_VARIABLE}"] if chosen else []
+    if path not in available:
+        problems.append(f"{ISA_VARIABLE}={chosen}: this machine has {', '.join(available)}")
+        path, notes = "none", [f"{ISA_VARIABLE}={chosen} is not built"]
+    if others := [isa for isa in available if isa != path]:
+        notes.append(f"also built: {', '.join(others)}")
+    yield "kernels", f"{path} ({'; '.join(notes)})" if notes else path
     yield "cores", f"{cpus.num_online} online, {cpus.num_allowed} allowed to this process"
     quota = "none" if cpus.quota is None else f"{cpus.quota:g} cores"
     yield "container limit", quota

@@ -70,8 +70,10 @@ def build(source: Path, macros: Mapping[str, str], mode: str = "plain") -> Path:
     unit = _translate(source)
     options = (
         *("-std=c++20", "-x", "c++", "-shared", "-fPIC", "-fvisibility=hidden"),
-        # The runtime's state is each library's own.
-        *("-fno-gnu-unique", "-march=x86-64-v3"),
+        "-fno-gnu-unique",  # The runtime's state is each library's own.
+        # A large frame meets the page below the stack, not what lies behind it.
+        "-fstack-clash-protection",
+        "-march=x86-64-v3",
         *("-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-Wno-unknown-pragmas"),
         *MODES[mode],
         *(f"-D{name}={value}" for name, value in macros.items()),

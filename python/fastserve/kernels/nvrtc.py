@@ -70,8 +70,8 @@ class Compiler:
             from cuda.pathfinder import find_nvidia_header_directory
         except ImportError as error:
             raise KernelError(
-                f"CUDA kernels are compiled by NVRTC, and {error.name} is not installed; "
-                f"install it with: {_INSTALL}"
+                "CUDA kernels are compiled by NVRTC, which needs no GPU; its packages are not "
+                f"installed ({error.name} is missing); install them with: {_INSTALL}"
             ) from None
         self._nvrtc: ModuleType = nvrtc
         try:
