@@ -8,8 +8,9 @@
 //   row                ranges folded in ascending order, then divided
 //
 // A row's result is a function of its query and its keys alone: decode and chunk kernels do the same
-// operations in the same order, and how ranges are spread over blocks changes nothing. Tiles of a unit
-// that a row sees nothing of add exact zeros; a unit that it sees nothing of is skipped.
+// operations in the same order, and how ranges are spread over blocks changes nothing. Keys of a unit
+// that a row sees others of add exact zeros, if their values are finite; a unit that it sees nothing of is
+// skipped. All keys of a unit that any row sees are read, those before a window too.
 //
 // Rows of a product are pairs (token, query head of the KV head's group), 16 to a warp. A lane has the
 // elements of mma.m16n8k16: rows lane / 4 and lane / 4 + 8, columns 2 * (lane % 4) and the next.

@@ -97,6 +97,12 @@ def test_torch_tensors_are_taken() -> None:
         ({"num_heads": 2**31}, "num_heads=2147483648: want an integer of 32 bits"),
         ({"num_heads": 4.5}, "num_heads=4.5: want an integer"),
         ({"num_heads": np.zeros(2)}, "num_heads=array([0., 0.]): want a number"),
+        ({"num_heads": None}, "num_heads=None: want a number"),
+        ({"num_heads": [8]}, "num_heads=[8]: want a number"),
+        ({"num_heads": float("inf")}, "num_heads=inf: want a finite number"),
+        ({"eps": float("nan")}, "eps=nan: want a finite number"),
+        ({"eps": 1e300}, "eps=1e+300: want a finite number"),
+        ({"eps": "1e-5"}, "eps='1e-5': want a number"),
         ({"scale": 1.0}, "scale: no argument of it"),
     ],
 )

@@ -124,8 +124,10 @@ class Contract:
 
     def _check_number(self, parameter: Parameter, value: Any) -> None:
         where = f"{self.kernel}: {parameter.name}={value!r}"
-        if hasattr(value, "shape") and value.shape:
+        if not isinstance(value, int | float | np.integer | np.floating):
             raise KernelError(f"{where}: want a number")
+        if not abs(float(value)) <= float(np.finfo(np.float32).max):
+            raise KernelError(f"{where}: want a finite number")
         if parameter.type == "f32":
             return
         limits = np.iinfo(_NUMBERS[parameter.type])
