@@ -10,7 +10,7 @@
 // A row's result is a function of its query and its keys alone: decode and chunk kernels do the same
 // operations in the same order, and how ranges are spread over blocks changes nothing. Keys of a unit
 // that a row sees others of add exact zeros, if their values are finite; a unit that it sees nothing of is
-// skipped. All keys of a unit that any row sees are read, those before a window too.
+// skipped. Keys that no row of a block sees are not read.
 //
 // Rows of a product are pairs (token, query head of the KV head's group), 16 to a warp. A lane has the
 // elements of mma.m16n8k16: rows lane / 4 and lane / 4 + 8, columns 2 * (lane % 4) and the next.
@@ -66,16 +66,19 @@ struct Scores {
 // The factors by which two partials of maxima `kept` and `taken` become one.
 struct Fold {
   float most, keep, take;
+  bool has_kept, has_taken;
 
   __device__ __forceinline__ Fold(float kept, float taken) {
     most = fmaxf(kept, taken);
-    // A partial that saw nothing counts for nothing, whatever stands in it.
-    keep = kept == minus_infinity() ? 0.0f : exp2f(kept - most);
-    take = taken == minus_infinity() ? 0.0f : exp2f(taken - most);
+    has_kept = kept != minus_infinity();
+    has_taken = taken != minus_infinity();
+    keep = exp2f(kept - most);
+    take = exp2f(taken - most);
   }
+  // A partial that saw nothing counts for nothing, whatever stands in it.
   __device__ __forceinline__ float operator()(float kept, float taken) const {
-    const float rest = keep == 0.0f ? 0.0f : __fmul_rn(kept, keep);
-    return take == 0.0f ? rest : __fmaf_rn(taken, take, rest);
+    const float rest = has_kept ? __fmul_rn(kept, keep) : 0.0f;
+    return has_taken ? __fmaf_rn(taken, take, rest) : rest;
   }
 };
 
@@ -233,7 +236,8 @@ __device__ __forceinline__ void weigh(float (&scores)[2 * kTilesOfUnit][4], int 
     }
     total += __shfl_xor_sync(kWholeWarp, total, 1);
     total += __shfl_xor_sync(kWholeWarp, total, 2);
-    most[row] = largest;
+    // Where every score is NaN, so is the maximum: nothing was seen if the sum is zero.
+    most[row] = largest == minus_infinity() && total != 0.0f ? total : largest;
     sum[row] = total;
   }
 }

@@ -9,16 +9,18 @@
 // makes the same scores, the other half: a thread's registers hold no more.
 //
 // Launch contract:
-//   grid    (max_tiles, num_kv_heads, num_rows)   max_tiles >= ceil(most tokens of a row / (ROWS / group))
+//   grid    (max_tiles, num_kv_heads, num_rows)   max_tiles >= ceil(most tokens of a row / (ROWS / group));
+//           65,535 rows at most
 //   block   (2 * ROWS * PARTS, 1, 1)  PARTS = 2 if HEAD_DIM > 128 else 1
 //   smem    (ROWS + 128) * ROW * sizeof(SCALAR) + ROWS * HEAD_DIM * 4 B dynamic, where
 //           ROW = HEAD_DIM + 16 / sizeof(SCALAR), ROWS = 64, or 32 if SCALAR is float
 //   macros  SCALAR in {float, __half, __nv_bfloat16}; HEAD_DIM, a multiple of 16; BLOCK_SIZE
-//   arch    sm_80 and up; sm_90 for float with HEAD_DIM 256, which takes 195 KiB
+//   arch    sm_80 and up; HEAD_DIM 256 takes 163 KiB, more than sm_86, sm_89 and sm_120 have, and of
+//           float 195 KiB, which sm_80 lacks too
 //
 // Arguments, in order:
-//   out           SCALAR [num_tokens, num_heads, HEAD_DIM]
-//   q             SCALAR [num_tokens, num_heads, HEAD_DIM]
+//   out           SCALAR [num_tokens, num_kv_heads * group, HEAD_DIM]
+//   q             SCALAR [num_tokens, num_kv_heads * group, HEAD_DIM]
 //   k_cache       SCALAR [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]   the step's own keys stored
 //   v_cache       SCALAR [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
 //   block_tables  i32 [num_slots, max_blocks]
@@ -26,10 +28,10 @@
 //   query_indptr  i32 [num_rows + 1]     rows of less than 2 tokens are left alone
 //   seq_lens      i32 [num_rows]         keys there are, those of the queries included; 0: a padding row
 //   max_blocks    i32
-//   group         i32                    query heads of a KV head, 1 to 16
-//   window        i32                    keys a query sees, its own included; 0: all
+//   group         i32                    1 to 16: query heads of a KV head
+//   window        i32                    at least 0: keys a query sees, its own included; 0: all
 //   scale         f32
-//   soft_cap      f32                    scores become soft_cap * tanh(score / soft_cap); 0: they stay
+//   soft_cap      f32                    at least 0: scores become soft_cap * tanh(score / soft_cap); 0: they stay
 //
 // Tensors are contiguous, their bases 16-byte aligned. `out` overlaps nothing.
 //
@@ -54,14 +56,14 @@ constexpr int kRows = kRowWarps * kRowsOfWarp;
 constexpr int kVector = Vec<SCALAR>::kSize;
 constexpr int kVectorsOfRow = HEAD_DIM / kVector;
 
-// Ask for a unit of keys or values; zeros from `end` on.
+// Ask for a unit of keys or values; zeros before `first` and from `end` on.
 __device__ __forceinline__ void ask(SCALAR* unit, const SCALAR* cache,
                                     const Paged<SCALAR, HEAD_DIM, BLOCK_SIZE>& pages, int first_key,
-                                    int end) {
+                                    int first, int end) {
   for (int i = threadIdx.x; i < kUnitKeys * kVectorsOfRow; i += kNumThreads) {
     const int row = i / kVectorsOfRow, column = i % kVectorsOfRow * kVector;
     const int key = first_key + row;
-    const bool is_there = key < end;
+    const bool is_there = key >= first && key < end;
     cp_async_16(unit + row * Heads::kRow + column, cache + (is_there ? pages.at(key) + column : 0),
                 is_there);
   }
@@ -146,10 +148,10 @@ extern "C" __global__ void __launch_bounds__(fastserve::kNumThreads, 1)
   Partial range;
   range.clear();
 
-  ask(keys, k_cache, pages, first_unit * kUnitKeys, end);
+  ask(keys, k_cache, pages, first_unit * kUnitKeys, first, end);
   for (int unit = first_unit; unit < end_unit; ++unit) {
     const int unit_key = unit * kUnitKeys;
-    ask(values, v_cache, pages, unit_key, end);
+    ask(values, v_cache, pages, unit_key, first, end);
     cp_async_wait<1>();
     __syncthreads();  // The keys are there.
     float scores[2 * kTilesOfUnit][4] = {};
@@ -160,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(fastserve::kNumThreads, 1)
     }
     __syncthreads();  // All are done with the keys.
     if (unit + 1 < end_unit) {
-      ask(keys, k_cache, pages, unit_key + kUnitKeys, end);
+      ask(keys, k_cache, pages, unit_key + kUnitKeys, first, end);
     } else {
       cp_async_commit();
     }

@@ -7,18 +7,19 @@
 // paged_merge.cu.
 //
 // Launch contract:
-//   grid    (max_ranges, num_kv_heads, num_rows)   max_ranges >= ceil(longest sequence / 256)
+//   grid    (max_ranges, num_kv_heads, num_rows)   max_ranges >= ceil(longest sequence / 256);
+//           65,535 rows at most
 //   block   (128, 1, 1)               4 warps, a unit of keys each
 //   smem    (16 + 4 * STAGES * 16) * ROW * sizeof(SCALAR) + 512 B dynamic, where
 //           ROW = HEAD_DIM + 16 / sizeof(SCALAR), STAGES = 4 if HEAD_DIM * sizeof(SCALAR) <= 256 else 2
 //   macros  SCALAR in {float, __half, __nv_bfloat16}; HEAD_DIM, a multiple of 16; BLOCK_SIZE
-//   arch    sm_80 and up
+//   arch    sm_80 and up; HEAD_DIM 256 of float takes 147 KiB, more than sm_86, sm_89 and sm_120 have
 //
 // Arguments, in order:
-//   out              SCALAR [num_tokens, num_heads, HEAD_DIM]   rows of a single range
-//   partial_out      f32 [num_rows, num_heads, max_ranges, HEAD_DIM]      other rows
-//   partial_weights  f32 [num_rows, num_heads, max_ranges, 2]    largest exponent, sum
-//   q                SCALAR [num_tokens, num_heads, HEAD_DIM]
+//   out              SCALAR [num_tokens, num_kv_heads * group, HEAD_DIM]   rows of a single range
+//   partial_out      f32 [num_rows, num_kv_heads * group, max_ranges, HEAD_DIM]      other rows
+//   partial_weights  f32 [num_rows, num_kv_heads * group, max_ranges, 2]    largest exponent, sum
+//   q                SCALAR [num_tokens, num_kv_heads * group, HEAD_DIM]
 //   k_cache          SCALAR [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
 //   v_cache          SCALAR [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
 //   block_tables     i32 [num_slots, max_blocks]
@@ -26,10 +27,10 @@
 //   query_indptr     i32 [num_rows + 1]     rows with another number of tokens than 1 are left alone
 //   seq_lens         i32 [num_rows]         keys there are, the query's own included; 0: a padding row
 //   max_blocks       i32
-//   group            i32                    query heads of a KV head, 1 to 16
-//   window           i32                    keys a query sees, its own included; 0: all
+//   group            i32                    1 to 16: query heads of a KV head
+//   window           i32                    at least 0: keys a query sees, its own included; 0: all
 //   scale            f32
-//   soft_cap         f32                    scores become soft_cap * tanh(score / soft_cap); 0: they stay
+//   soft_cap         f32                    at least 0: scores become soft_cap * tanh(score / soft_cap); 0: they stay
 //
 // Tensors are contiguous, their bases 16-byte aligned. `out` overlaps nothing.
 //
@@ -61,6 +62,7 @@ struct Ring {
   const SCALAR* v_cache;
   Paged<SCALAR, HEAD_DIM, BLOCK_SIZE> pages;
   int first_key, end_key;
+  int first_visible;  // keys before it are zeros
   int num_tiles;  // of keys, and as many of values
   int num_asked = 0, num_taken = 0;
 
@@ -73,7 +75,7 @@ struct Ring {
       for (int i = threadIdx.x % kWarpSize; i < kTileKeys * kVectorsOfRow; i += kWarpSize) {
         const int row = i / kVectorsOfRow, column = i % kVectorsOfRow * kVector;
         const int key = tile_key + row;
-        const bool is_there = key < end_key;
+        const bool is_there = key >= first_visible && key < end_key;
         cp_async_16(tile + row * Heads::kRow + column,
                     cache + (is_there ? pages.at(key) + column : 0), is_there);
       }
@@ -137,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
               {table, static_cast<int>(gridDim.y), kv_head},
               unit_begin,
               unit_end,
+              first_visible,
               (unit_end - unit_begin + kTileKeys - 1) / kTileKeys};
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) ring.ask();

@@ -3,7 +3,7 @@
 //   o[h, :] = fold over ranges, ascending, of partial_out[h, range, :], divided by the folded sum
 //
 // Launch contract:
-//   grid    (num_heads, num_rows, 1)
+//   grid    (num_heads, num_rows, 1)  65,535 rows at most
 //   block   (HEAD_DIM, 1, 1)          a column each
 //   smem    0 B dynamic
 //   macros  SCALAR in {float, __half, __nv_bfloat16}; HEAD_DIM
@@ -15,8 +15,8 @@
 //   partial_weights  f32 [num_rows, num_heads, max_ranges, 2]
 //   query_indptr     i32 [num_rows + 1]
 //   seq_lens         i32 [num_rows]
-//   max_ranges       i32                    of the launch that made the partials
-//   window           i32                    as there
+//   max_ranges       i32                    at least 1: of the launch that made the partials
+//   window           i32                    at least 0: as there
 //
 // Rows of one range, rows with another number of tokens than 1 and padding rows are left alone.
 //

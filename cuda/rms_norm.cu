@@ -13,7 +13,7 @@
 //
 // Arguments, in order:
 //   out          SCALAR [num_tokens, hidden_size]   may be x itself
-//   residual     SCALAR [num_tokens, hidden_size]   updated in place; null: there is none
+//   residual     SCALAR [num_tokens, hidden_size]   null: there is none; updated in place
 //   x            SCALAR [num_tokens, hidden_size]   read only
 //   weight       SCALAR [hidden_size]
 //   hidden_size  i32                                a multiple of 16 / sizeof(SCALAR)

@@ -23,7 +23,7 @@
 //   k_norm        SCALAR [HEAD_DIM]        null: keys are not normed
 //   num_heads     i32
 //   num_kv_heads  i32
-//   rotary_dim    i32                      even, HEAD_DIM at most
+//   rotary_dim    i32                      0 to HEAD_DIM, a multiple of 2
 //   eps           f32
 //
 // Tensors are contiguous and overlap nothing.

@@ -43,6 +43,18 @@ class Shape:
         size = 4 if self.scalar == "float" else 2
         return self.head_dim * size + 16
 
+    @property
+    def tile_rows(self) -> int:
+        """Rows that a block of `paged_chunk` attends."""
+        return 32 if self.scalar == "float" else 64
+
+    def shared_bytes(self, name: str) -> int:
+        """Dynamic shared memory of a block, as the kernel's contract says."""
+        if name == "paged_chunk":
+            return (self.tile_rows + 128) * self.row_bytes + self.tile_rows * self.head_dim * 4
+        stages = 4 if self.row_bytes - 16 <= 256 else 2
+        return (16 + 64 * stages) * self.row_bytes + 512
+
     def kernel(self, name: str, mode: str) -> EmulatedKernel:
         macros: dict[str, Any] = {"SCALAR": self.scalar, "HEAD_DIM": self.head_dim}
         if name != "paged_merge":
@@ -146,84 +158,119 @@ def make_rows(
     return Rows(tuple(sizes), stored(q, shape.scalar), k_cache, v_cache, tables, slots)
 
 
-def attend(
-    shape: Shape,
-    rows: Rows,
-    *,
-    extra_ranges: int = 0,
-    order: int = 0,
-    guard: Side = "end",
-    mode: str = "plain",
-) -> NDArray[Any]:
+@dataclass(frozen=True, slots=True)
+class How:
+    """A launch.
+
+    Attributes:
+        extra_ranges: Ranges of the grid beyond those of the longest row.
+        order: Of threads.
+        guard: The end of arrays that is guarded.
+        mode: The emulator's.
+    """
+
+    extra_ranges: int = 0
+    order: int = 0
+    guard: Side = "end"
+    mode: str = "plain"
+
+
+def attend(shape: Shape, rows: Rows, how: How = How()) -> NDArray[Any]:
     """Launch the kernels as a step does. What none of them writes stays NaN."""
     out = poisoned(rows.q.shape, shape.scalar)
-    of_rows: dict[str, Any] = {"query_indptr": rows.query_indptr, "seq_lens": rows.seq_lens}
+    kinds = [tokens == 1 for tokens, keys in rows.sizes if keys]
+    if any(kinds):
+        decode(shape, rows, out, how)
+    if not all(kinds):
+        chunk(shape, rows, out, how)
+    return out
+
+
+def decode(shape: Shape, rows: Rows, out: NDArray[Any], how: How) -> dict[str, NDArray[np.float32]]:
+    """Launch the kernels of rows of one token over all rows. Their partials."""
+    max_ranges = -(-max(keys for _, keys in rows.sizes) // RANGE) + how.extra_ranges
+    shape_of_partials = (len(rows.sizes), shape.num_heads, max_ranges)
+    partials = {
+        "partial_out": np.full((*shape_of_partials, shape.head_dim), np.nan, np.float32),
+        "partial_weights": np.full((*shape_of_partials, 2), np.nan, np.float32),
+    }
+    shape.kernel("paged_decode", how.mode).launch(
+        (max_ranges, shape.num_kv_heads, len(rows.sizes)),
+        128,
+        _arguments(shape, rows, out) | partials,
+        shared_bytes=shape.shared_bytes("paged_decode"),
+        order=how.order,
+        guard=how.guard,
+    )
+    shape.kernel("paged_merge", how.mode).launch(
+        (shape.num_heads, len(rows.sizes)),
+        shape.head_dim,
+        {
+            "out": out,
+            **partials,
+            "query_indptr": rows.query_indptr,
+            "seq_lens": rows.seq_lens,
+            "max_ranges": max_ranges,
+            "window": shape.window,
+        },
+        order=how.order,
+        guard=how.guard,
+    )
+    return partials
+
+
+def chunk(shape: Shape, rows: Rows, out: NDArray[Any], how: How) -> None:
+    """Launch the kernel of rows of several tokens over all rows."""
+    most = max(tokens for tokens, _ in rows.sizes)
+    shape.kernel("paged_chunk", how.mode).launch(
+        (-(-most // (shape.tile_rows // shape.group)), shape.num_kv_heads, len(rows.sizes)),
+        2 * shape.tile_rows * (2 if shape.head_dim > 128 else 1),
+        _arguments(shape, rows, out),
+        shared_bytes=shape.shared_bytes("paged_chunk"),
+        order=how.order,
+        guard=how.guard,
+    )
+
+
+def _arguments(shape: Shape, rows: Rows, out: NDArray[Any]) -> dict[str, Any]:
+    """What both kernels of attention take. Inputs are read-only."""
     inputs: dict[str, Any] = {
         "q": rows.q,
         "k_cache": rows.k_cache,
         "v_cache": rows.v_cache,
         "block_tables": rows.block_tables,
         "row_slots": rows.row_slots,
-        **of_rows,
+        "query_indptr": rows.query_indptr,
+        "seq_lens": rows.seq_lens,
     }
     for array in inputs.values():
         array.flags.writeable = False
-    window = {"window": shape.window}
-    numbers = {"group": shape.group, "scale": shape.scale, "soft_cap": shape.soft_cap, **window}
-    common = {"out": out, **inputs, **numbers, "max_blocks": rows.block_tables.shape[1]}
-    how: dict[str, Any] = {"order": order, "guard": guard}
-    kinds = [tokens == 1 for tokens, keys in rows.sizes if keys]
-    num_rows = len(rows.sizes)
-    if any(kinds):
-        max_ranges = -(-max(keys for _, keys in rows.sizes) // RANGE) + extra_ranges
-        partials = (num_rows, shape.num_heads, max_ranges)
-        partial = {
-            "partial_out": np.full((*partials, shape.head_dim), np.nan, np.float32),
-            "partial_weights": np.full((*partials, 2), np.nan, np.float32),
-        }
-        stages = 4 if shape.row_bytes - 16 <= 256 else 2
-        shape.kernel("paged_decode", mode).launch(
-            (max_ranges, shape.num_kv_heads, num_rows),
-            128,
-            common | partial,
-            shared_bytes=(16 + 64 * stages) * shape.row_bytes + 512,
-            **how,
-        )
-        merged = {"out": out, **partial, **of_rows, **window, "max_ranges": max_ranges}
-        shape.kernel("paged_merge", mode).launch(
-            (shape.num_heads, num_rows), shape.head_dim, merged, **how
-        )
-    if not all(kinds):
-        tile = 32 if shape.scalar == "float" else 64
-        most = max(tokens for tokens, _ in rows.sizes)
-        shape.kernel("paged_chunk", mode).launch(
-            (-(-most // (tile // shape.group)), shape.num_kv_heads, num_rows),
-            2 * tile * (2 if shape.head_dim > 128 else 1),
-            common,
-            shared_bytes=(tile + 128) * shape.row_bytes + tile * shape.head_dim * 4,
-            **how,
-        )
-    return out
+    return {
+        "out": out,
+        **inputs,
+        "max_blocks": rows.block_tables.shape[1],
+        "group": shape.group,
+        "window": shape.window,
+        "scale": shape.scale,
+        "soft_cap": shape.soft_cap,
+    }
 
 
-def reference(shape: Shape, rows: Rows) -> NDArray[np.float64]:
-    """The formula in float64, over keys and values as they are stored. NaN for padding rows."""
+def reference(shape: Shape, rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The formula in float64, over keys and values as they are stored. NaN for padding rows.
+
+    Also the same sum of the values' magnitudes, which says how far rounded weights may lead.
+    """
     q = loaded(rows.q, shape.scalar)
-    out = np.full(q.shape, np.nan)
+    out, magnitude = np.full(q.shape, np.nan), np.full(q.shape, np.nan)
     first = 0
     for (tokens, keys), slot in zip(rows.sizes, rows.row_slots, strict=True):
         if keys:
-            blocks = rows.block_tables[slot, : -(-keys // shape.block_size)]
-            k, v = (
-                loaded(plane[blocks], shape.scalar)
-                .transpose(1, 0, 2, 3)
-                .reshape(shape.num_kv_heads, -1, shape.head_dim)[:, :keys]
-                for plane in (rows.k_cache, rows.v_cache)
-            )
             positions = keys - tokens + np.arange(tokens)[:, None]
             is_visible = np.arange(keys)[None] <= positions
             if shape.window:
                 is_visible &= np.arange(keys)[None] > positions - shape.window
+            k, v = _keys_and_values(shape, rows, slot, is_visible.any(0))
             for head in range(shape.num_heads):
                 of = head // shape.group
                 scores = q[first : first + tokens, head] @ k[of].T * shape.scale
@@ -231,6 +278,25 @@ def reference(shape: Shape, rows: Rows) -> NDArray[np.float64]:
                     scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
                 scores = np.where(is_visible, scores, -np.inf)
                 weights = np.exp(scores - scores.max(1, keepdims=True))
-                out[first : first + tokens, head] = weights @ v[of] / weights.sum(1, keepdims=True)
+                weights /= weights.sum(1, keepdims=True)
+                out[first : first + tokens, head] = weights @ v[of]
+                magnitude[first : first + tokens, head] = weights @ abs(v[of])
         first += tokens
-    return out
+    return out, magnitude
+
+
+def _keys_and_values(
+    shape: Shape, rows: Rows, slot: int, is_seen: NDArray[np.bool_]
+) -> list[NDArray[np.float64]]:
+    """Of a row, ``[KV heads, keys, head_dim]`` each; zeros where nobody sees them."""
+    blocks = rows.block_tables[slot, : -(-len(is_seen) // shape.block_size)]
+    return [
+        np.where(
+            is_seen[:, None],
+            loaded(plane[blocks], shape.scalar)
+            .transpose(1, 0, 2, 3)
+            .reshape(shape.num_kv_heads, -1, shape.head_dim)[:, : len(is_seen)],
+            0.0,
+        )
+        for plane in (rows.k_cache, rows.v_cache)
+    ]

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 SCALARS: Final = ("float", "__half", "__nv_bfloat16")
 
-ROUNDING: Final = {"float": 2.0**-24, "__half": 2.0**-11, "__nv_bfloat16": 2.0**-9}
-"""Half the distance of neighbours, relative."""
+ROUNDING: Final = {"float": 2.0**-24, "__half": 2.0**-11, "__nv_bfloat16": 2.0**-8}
+"""The most that rounding changes a number, relative."""
 
 _STORED: Final = {"float": np.float32, "__half": np.float16, "__nv_bfloat16": np.uint16}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,9 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_attention import RANGE, Rows, Shape, attend, make_rows, reference
+from cuda_attention import (
+    RANGE,
+    How,
+    Rows,
+    Shape,
+    attend,
+    chunk,
+    decode,
+    make_rows,
+    reference,
+)
 from cuda_launch import CUDA
-from cuda_numbers import ROUNDING, loaded
+from cuda_numbers import ROUNDING, loaded, poisoned, stored
 from fastserve.kernels.instantiations import Instantiations, cover
 
 LISTED = Instantiations.read(CUDA / "instantiations.toml")
@@ -32,12 +43,16 @@ LENGTHS = st.one_of(
 
 
 def assert_close(shape: Shape, rows: Rows, got: np.ndarray, spread: float = 1.0) -> None:
-    """Within what rounding costs: of weights and results, and of scores, which are exponents."""
-    want = reference(shape, rows)
-    tolerance = 8 * ROUNDING[shape.scalar] + 2e-6 * spread
-    np.testing.assert_allclose(
-        loaded(got, shape.scalar), want, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
+    """Within what rounding of weights, their sum and results costs, and float32's arithmetic.
+
+    Scores are exponents, so an error of theirs grows with them, and they with `spread`.
+    """
+    want, magnitude = reference(shape, rows)
+    rounding = ROUNDING[shape.scalar]
+    bound = rounding * (2.01 * magnitude + abs(want)) + 2e-6 * spread * magnitude
+    error = abs(loaded(got, shape.scalar) - want)
+    assert (np.isnan(error) == np.isnan(want)).all()
+    assert np.nanmax(error / bound, initial=0.0) <= 1.0
 
 
 @st.composite
@@ -79,7 +94,7 @@ def test_rows_agree_with_float64(shape: Shape) -> None:
         rows = make_rows(random, told, sizes, num_shared_blocks=shared)
         order = data.draw(st.integers(0, 5))
         guard = data.draw(st.sampled_from(["start", "end"]))
-        assert_close(told, rows, attend(told, rows, order=order, guard=guard))
+        assert_close(told, rows, attend(told, rows, How(order=order, guard=guard)))
 
     run()
 
@@ -88,7 +103,7 @@ def test_rows_agree_with_float64(shape: Shape) -> None:
 @pytest.mark.parametrize("keys", [1, 16, 64, 65, 256, 257, 600, 1024])
 def test_long_rows(shape: Shape, keys: int) -> None:
     rows = make_rows(np.random.default_rng(keys), shape, [(1, keys), (min(keys, 40), keys)])
-    assert_close(shape, rows, attend(shape, rows, extra_ranges=2))
+    assert_close(shape, rows, attend(shape, rows, How(extra_ranges=2)))
 
 
 @pytest.mark.parametrize("shape", [SMALL, EXACT], ids=["bf16", "float"])
@@ -104,11 +119,11 @@ def test_a_row_has_the_same_bits_in_any_company(shape: Shape, window: int) -> No
     told = Shape(shape.scalar, 64, 16, 3, 2, window=window)
     sizes = [(1, 300), (70, 90), (0, 0), (1, 17), (33, 500), (1, 256), (1, 700)]
     rows = make_rows(np.random.default_rng(0), told, sizes, num_shared_blocks=2)
-    together = attend(told, rows, order=1, guard="start")
+    together = attend(told, rows, How(order=1, guard="start"))
     for row, (_, keys) in enumerate(sizes):
         if keys:
             first, end = rows.query_indptr[row : row + 2].tolist()
-            alone = attend(told, rows.only(row), extra_ranges=row % 2, order=row)
+            alone = attend(told, rows.only(row), How(extra_ranges=row % 2, order=row))
             assert alone.tobytes() == together[first:end].tobytes(), f"row {row}"
 
 
@@ -134,15 +149,104 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(shape: Shape) -> None:
         assert np.concatenate(parts).tobytes() == whole.tobytes(), cuts
 
 
+@pytest.mark.parametrize("shape", [SMALL, EXACT], ids=["bf16", "float"])
+def test_each_kernel_leaves_the_other_rows_alone(shape: Shape) -> None:
+    sizes = [(1, 300), (20, 90), (0, 0), (1, 17), (1, 0)]
+    rows = make_rows(np.random.default_rng(8), shape, sizes)
+    by_decode, by_chunk = (poisoned(rows.q.shape, shape.scalar) for _ in range(2))
+    decode(shape, rows, by_decode, How())
+    chunk(shape, rows, by_chunk, How())
+    is_decode = np.repeat([tokens == 1 and keys > 0 for tokens, keys in sizes], [1, 20, 0, 1, 1])
+    is_chunk = np.repeat([tokens > 1 for tokens, _ in sizes], [1, 20, 0, 1, 1])
+    for got, is_own in ((by_decode, is_decode), (by_chunk, is_chunk)):
+        assert (np.isnan(loaded(got, shape.scalar)).all((1, 2)) == ~is_own).all()
+
+
+@pytest.mark.parametrize("scalar", ["__half", "__nv_bfloat16"])
+def test_sums_are_those_of_rounded_weights(scalar: str) -> None:
+    """A range of two keys has the weights 1 and w, and w is a number of the type."""
+    shape = Shape(scalar, 64, 16, group=4)
+    rows = make_rows(np.random.default_rng(9), shape, [(1, 258)])
+    partials = decode(shape, rows, poisoned(rows.q.shape, scalar), How())
+    weights = partials["partial_weights"][0, :, 1, 1] - np.float32(1.0)
+    assert ((weights > 0.0) & (weights < 1.0)).all()
+    assert (loaded(stored(weights, scalar), scalar) == weights).all()
+
+
+@pytest.mark.parametrize("shape", [SMALL, EXACT], ids=["bf16", "float"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_keys_before_a_window_are_not_read(shape: Shape, tokens: int) -> None:
+    """Their blocks may be gone, and those that are left hold anything."""
+    told = Shape(shape.scalar, 64, 16, 3, 2, window=20)
+    whole = make_rows(np.random.default_rng(10), told, [(tokens, 650)])
+    want = attend(told, whole)
+    first = 650 - tokens - 19
+    tables, k_cache, v_cache = (
+        array.copy() for array in (whole.block_tables, whole.k_cache, whole.v_cache)
+    )
+    slot = whole.row_slots[0]
+    for cache in (k_cache, v_cache):
+        cache[tables[slot, first // 16], :, : first % 16] = poisoned((1,), shape.scalar)
+    tables[slot, : first // 16] = -1
+    rows = replace(whole, block_tables=tables, k_cache=k_cache, v_cache=v_cache)
+    assert attend(told, rows).tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("shape", [SMALL, EXACT], ids=["bf16", "float"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("key", [0, 63, 64, 255, 256, 599])
+@pytest.mark.parametrize("what", ["key", "value"])
+def test_nan_is_not_lost(shape: Shape, tokens: int, key: int, what: str) -> None:
+    """Wherever it lies, and whatever larger scores come after it."""
+    whole = make_rows(np.random.default_rng(11), shape, [(tokens, 602)], spread=1000.0)
+    caches = {"key": whole.k_cache.copy(), "value": whole.v_cache.copy()}
+    caches[what][whole.block_tables[whole.row_slots[0], key // 16], :, key % 16] = poisoned(
+        (1,), shape.scalar
+    )
+    rows = replace(whole, k_cache=caches["key"], v_cache=caches["value"])
+    assert np.isnan(loaded(attend(shape, rows), shape.scalar)).all()
+
+
+def test_a_unit_of_nothing_but_nan_is_not_skipped() -> None:
+    whole = make_rows(np.random.default_rng(12), SMALL, [(1, 65), (2, 66)])
+    k_cache = whole.k_cache.copy()
+    for slot in whole.row_slots:
+        k_cache[whole.block_tables[slot, 4], :, :2] = poisoned((1,), SMALL.scalar)
+    got = loaded(attend(SMALL, replace(whole, k_cache=k_cache)), SMALL.scalar)
+    assert np.isnan(got).all()
+
+
+def test_heads_of_256_alone_are_too_large_for_small_devices() -> None:
+    """What the kernels' contracts say of shared memory: 99, 163 and 227 KiB a block."""
+    taken = {
+        (kernel, shape.scalar == "float", shape.head_dim): shape.shared_bytes(kernel)
+        for shape in COVER
+        for kernel in ("paged_decode", "paged_chunk")
+    }
+    too_large = {
+        limit: {cell for cell, num_bytes in taken.items() if num_bytes > limit << 10}
+        for limit in (99, 163, 227)
+    }
+    assert too_large[99] == {
+        ("paged_chunk", False, 256),
+        ("paged_chunk", True, 256),
+        ("paged_decode", True, 256),
+    }
+    assert too_large[163] == {("paged_chunk", True, 256)}
+    assert too_large[227] == set()
+
+
 def test_the_order_of_threads_is_of_no_account() -> None:
     rows = make_rows(np.random.default_rng(6), SMALL, [(1, 600), (50, 130), (1, 3)])
     first = attend(SMALL, rows)
-    assert all(attend(SMALL, rows, order=order).tobytes() == first.tobytes() for order in (1, 2, 9))
+    assert all(
+        attend(SMALL, rows, How(order=order)).tobytes() == first.tobytes() for order in (1, 2, 9)
+    )
 
 
 def test_undefined_behaviour_is_not_needed() -> None:
     rows = make_rows(np.random.default_rng(7), SMALL, [(1, 300), (20, 70)])
-    assert attend(SMALL, rows, mode="ub").tobytes() == attend(SMALL, rows).tobytes()
+    assert attend(SMALL, rows, How(mode="ub")).tobytes() == attend(SMALL, rows).tobytes()
 
 
 def test_ranges_are_as_long_as_the_kernels_say() -> None:

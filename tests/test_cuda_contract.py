@@ -46,9 +46,9 @@ def test_every_file_has_a_contract() -> None:
 def test_a_list_is_read() -> None:
     contract = Contract.read(CUDA / "gated.cu")
     assert contract.parameters == (
-        Parameter("out", "SCALAR", ("num_tokens", "size"), False),
-        Parameter("x", "SCALAR", ("num_tokens", "2 * size"), False),
-        Parameter("size", "i32", None, False),
+        Parameter("out", "SCALAR", ("num_tokens", "size"), ""),
+        Parameter("x", "SCALAR", ("num_tokens", "2 * size"), "gate, then up"),
+        Parameter("size", "i32", None, "a multiple of 16 / sizeof(SCALAR)"),
     )
     assert {p.name for p in ROPE.parameters if p.may_be_null} == {"q_norm", "k_norm"}
 
@@ -103,6 +103,10 @@ def test_torch_tensors_are_taken() -> None:
         ({"eps": float("nan")}, "eps=nan: want a finite number"),
         ({"eps": 1e300}, "eps=1e+300: want a finite number"),
         ({"eps": "1e-5"}, "eps='1e-5': want a number"),
+        ({"qkv": np.float32(1)}, "qkv is a float32: want an array"),
+        ({"rotary_dim": 63}, "rotary_dim=63: want 0 to HEAD_DIM, a multiple of 2"),
+        ({"rotary_dim": 128}, "rotary_dim=128: want 0 to HEAD_DIM, a multiple of 2"),
+        ({"rotary_dim": -2}, "rotary_dim=-2: want 0 to HEAD_DIM, a multiple of 2"),
         ({"scale": 1.0}, "scale: no argument of it"),
     ],
 )
@@ -127,6 +131,67 @@ def test_sizes_that_are_reckoned_have_to_agree() -> None:
     contract.bind(MACROS, given)
     with pytest.raises(KernelError, match=r"query_indptr has shape \[5\]: want \[num_rows \+ 1\]"):
         contract.bind(MACROS, given | {"query_indptr": np.zeros(5, np.int32)})
+
+
+@pytest.mark.parametrize(
+    ("macros", "says"),
+    [
+        ({"SCALAR": "__half", "BLOCK_SIZE": "16"}, "compiled without HEAD_DIM"),
+        ({"HEAD_DIM": "64", "BLOCK_SIZE": "16"}, "compiled without SCALAR"),
+        (
+            MACROS | {"SCALAR": "double"},
+            "SCALAR is double: want one of float, __half, __nv_bfloat16",
+        ),
+    ],
+)
+def test_macros_are_those_of_the_kernel(macros: dict[str, str], says: str) -> None:
+    with pytest.raises(KernelError, match=f"rope_write_kv: {says}"):
+        ROPE.bind(macros, arguments())
+
+
+def test_macros_may_be_numbers() -> None:
+    ROPE.bind({"SCALAR": "__half", "HEAD_DIM": 64, "BLOCK_SIZE": 16}, arguments())
+
+
+@pytest.mark.parametrize("group", [0, 1, 2, 4, 17, -1])
+def test_groups_are_those_of_the_heads(group: int) -> None:
+    """6 query heads and 2 KV heads."""
+    caches = {name: np.zeros((9, 2, 16, 64), np.float16) for name in ("k_cache", "v_cache")}
+    tokens = {name: np.zeros((5, 6, 64), np.float16) for name in ("out", "q")}
+    rows = {"row_slots": np.zeros(3, np.int32), "seq_lens": np.zeros(3, np.int32)}
+    rows |= {"query_indptr": np.zeros(4, np.int32), "block_tables": np.zeros((4, 7), np.int32)}
+    numbers = {"max_blocks": 7, "window": 0, "scale": 1.0, "soft_cap": 0.0}
+    given = {**caches, **tokens, **rows, **numbers}
+    chunk = Contract.read(CUDA / "paged_chunk.cu")
+    chunk.bind(MACROS, given | {"group": 3})
+    with pytest.raises(KernelError, match=r"paged_chunk: (group=|out has shape)"):
+        chunk.bind(MACROS, given | {"group": group})
+    for name, value in (("window", -1), ("soft_cap", -0.5)):
+        with pytest.raises(KernelError, match=f"paged_chunk: {name}={value}: want at least 0"):
+            chunk.bind(MACROS, given | {"group": 3, name: value})
+
+
+@pytest.mark.parametrize("size", [0, 5, 8])
+def test_multiples_follow_the_type(size: int) -> None:
+    gated = Contract.read(CUDA / "gated.cu")
+    given = {"out": np.zeros((3, size), np.float16), "x": np.zeros((3, 2 * size), np.float16)}
+    macros = {"SCALAR": "__half", "ACTIVATION": "SILU"}
+    if size % 8 == 0:
+        gated.bind(macros, given | {"size": size})
+        return
+    with pytest.raises(KernelError, match=r"size=5: want a multiple of 16 / sizeof\(SCALAR\)"):
+        gated.bind(macros, given | {"size": size})
+
+
+def test_vectors_of_any_type_are_counted_in_bytes() -> None:
+    contract = Contract.read(CUDA / "copy_blocks.cu")
+    copies = np.zeros((2, 2), np.int32)
+    given = {"copies": copies, "num_blocks": 10, "block_vectors": 3}
+    for cache in (np.zeros((6, 10, 12), np.int32), np.zeros((6, 10, 24), np.float16)):
+        contract.bind({}, given | {"cache": cache})
+    for cache in (np.zeros(3, np.int32), np.zeros((6, 10, 12), np.float16)[:, :9].copy()):
+        with pytest.raises(KernelError, match=r"copy_blocks: cache has .* bytes: want"):
+            contract.bind({}, given | {"cache": cache})
 
 
 @pytest.mark.parametrize("head", ["", "// Arguments, in order:\n//   x  f64 [n]\n"])

@@ -16,7 +16,7 @@ def random(seed: int = 0) -> np.random.Generator:
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, scalar: str) -> None:
-    tolerance = 2 * ROUNDING[scalar] + 1e-6
+    tolerance = ROUNDING[scalar] + 1e-6
     np.testing.assert_allclose(loaded(got, scalar), want, rtol=tolerance, atol=tolerance)
 
 

@@ -89,6 +89,11 @@ def test_an_error_leaves_the_next_launch_whole() -> None:
     assert (run("with_barrier") == np.arange(64)[::-1]).all()
 
 
+def test_a_block_larger_than_the_kernel_allows_is_refused() -> None:
+    with pytest.raises(KernelError, match="few_threads: 64 threads a block: want 1 to 32"):
+        run("few_threads")
+
+
 @pytest.mark.parametrize(
     ("bug", "twin"),
     [
@@ -247,4 +252,4 @@ def test_every_wrapper_has_a_body_in_the_emulator() -> None:
 
 def test_kernels_are_found_in_a_file() -> None:
     for path in CUDA.glob("*.cu"):
-        assert kernels_of(path.read_text()) == [path.stem]
+        assert list(kernels_of(path.read_text())) == [path.stem]

@@ -41,18 +41,19 @@ _STATIC: Final = re.compile(
     rf"(?<!extern )__shared__\s+{_ALIGN}([\w:]+(?:\s*<[^;<>]*>)?)\s+(\w+)((?:\s*\[[^\]]+\])*)\s*;"
 )
 _KERNEL: Final = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\b[^;{(]*?(?:\([^()]*\)\s*)?(\w+)\s*\('
+    r'extern\s+"C"\s+__global__\s+void\s+'
+    r"(?:__launch_bounds__\(([^(),]+)(?:,[^()]*)?\)\s+)?(\w+)\s*\("
 )
-_BOUNDS: Final = re.compile(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)")
+_MOST_THREADS: Final = "1024"
 
 
 class BuildError(RuntimeError):
     """The host's compiler refuses a file, or there is none."""
 
 
-def kernels_of(text: str) -> list[str]:
-    """Names of the kernels in a file."""
-    return _KERNEL.findall(_BOUNDS.sub("", text))
+def kernels_of(text: str) -> dict[str, str]:
+    """The kernels in a file: name to the most threads of a block, as it is written."""
+    return {name: bound or _MOST_THREADS for bound, name in _KERNEL.findall(text)}
 
 
 def build(source: Path, macros: Mapping[str, str], mode: str = "plain") -> Path:
@@ -116,7 +117,7 @@ def _translate(source: Path) -> str:
     text = _STATIC.sub(r"static \1(&\2)\3 = ::emulator::shared_variable<\1\3>();", text)
     if "__shared__" in re.sub(r"//.*", "", text):
         raise BuildError(f"{source.name}: a declaration of shared memory is not understood")
-    exports = "".join(f"EMULATOR_EXPORT({name})\n" for name in kernels)
+    exports = "".join(f"EMULATOR_EXPORT({name}, {bound})\n" for name, bound in kernels.items())
     return (
         f'#include "emulator.h"\n#line 1 "{source.name}"\n{text}\n'
         f'#line 1 "exports"\nEMULATOR_EXPORT_ERROR\n{exports}'

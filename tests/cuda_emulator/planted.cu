@@ -1,4 +1,4 @@
-// Kernels with one mistake each, and beside each the same without it. `x` has 64 floats unless it
+// Kernels with one mistake each, and beside some the same without it. `x` has 64 floats unless it
 // says otherwise; blocks have 64 threads.
 
 extern "C" __global__ void missing_barrier(float* x) {
@@ -110,5 +110,6 @@ extern "C" __global__ void deep_stack(float* x, int n) {
   for (int i = 0; i < (1 << 17); i++) large[i] = x[0];
   x[1] = large[n];
 }
+extern "C" __global__ void __launch_bounds__(32) few_threads(float* x) { x[threadIdx.x] = 1.0f; }
 extern "C" __global__ void race_in_global(float* x) { x[0] = threadIdx.x; }
 extern "C" __global__ void add_in_global(float* x) { atomicAdd(x, 1.0f); }

@@ -17,11 +17,11 @@ def main() -> None:
     """Launch a kernel of ``planted.cu``, or ``attention``: a step with all of its kernels."""
     mode, name, *numbers = sys.argv[1:]
     if name == "attention":
-        from cuda_attention import Shape, attend, make_rows
+        from cuda_attention import How, Shape, attend, make_rows
 
         shape = Shape("__nv_bfloat16", 64, 16, group=3)
         rows = make_rows(np.random.default_rng(0), shape, [(1, 300), (20, 70), (1, 5)])
-        attend(shape, rows, mode=mode)
+        attend(shape, rows, How(mode=mode))
         return
     x = np.arange(64, dtype=np.float32)
     module = EmulatedModule(Path(__file__).with_name("planted.cu"), {}, mode)

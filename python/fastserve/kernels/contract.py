@@ -8,15 +8,19 @@ A ``.cu`` file lists its arguments in order, each with its type and shape::
     //   size  i32                              a multiple of 16 / sizeof(SCALAR)
 
 That list is the contract: :meth:`Contract.bind` holds arguments to it. A name in a shape is a
-macro, a number among the arguments, or a size that has to be the same wherever it stands.
+macro, a number among the arguments, or a size that has to be the same wherever it stands. What is
+said of an argument may begin with its limits: ``null:``, ``at least N``, ``N to M``, ``a multiple
+of N``, the last also behind another and a comma. What else is said is for people.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +40,13 @@ _SCALAR_ARRAYS: Final = {
     "__half": ("float16",),
     "__nv_bfloat16": ("bfloat16", "uint16"),  # numpy has no bfloat16.
 }
+_OF_ARRAYS: Final = ("shape", "dtype", "nbytes")
 _ALIGNMENT: Final = 16
+_VECTOR_BYTES: Final = 16
+_LOWEST: Final = re.compile(r"at least (\d+)\b")
+_RANGE: Final = re.compile(r"(\d+) to (\w+)\b")
+_MULTIPLE: Final = re.compile(r"(?:[^,:]*, )?a multiple of (?:(16) / sizeof\(SCALAR\)|(\d+))")
+_SCALAR_BYTES: Final = {"float": 4, "__half": 2, "__nv_bfloat16": 2}
 _NUMBERS: Final[dict[str, Any]] = {"f32": np.float32, "i32": np.int32, "i64": np.int64}
 
 
@@ -48,13 +58,18 @@ class Parameter:
         name: In the signature.
         type: ``SCALAR``, ``f32``, ``i32``, ``i64``, or ``i32x4``: 16 bytes of any type.
         shape: Sizes as written; ``None`` for a number.
-        may_be_null: Whether there may be none.
+        about: What is said of it, limits first.
     """
 
     name: str
     type: str
     shape: tuple[str, ...] | None
-    may_be_null: bool
+    about: str
+
+    @property
+    def may_be_null(self) -> bool:
+        """Whether there may be none."""
+        return self.about.startswith("null:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,8 @@ class Contract:
             KernelError: One is missing or superfluous, or has another type, shape, layout or
                 alignment; names it.
         """
+        macros = {name: str(value) for name, value in macros.items()}
+        self._check_macros(macros)
         names = [parameter.name for parameter in self.parameters]
         if wrong := [name for name in names if name not in arguments]:
             raise KernelError(f"{self.kernel}: {', '.join(wrong)} missing")
@@ -101,6 +118,7 @@ class Contract:
         for parameter in self.parameters:
             if parameter.shape is None:
                 self._check_number(parameter, arguments[parameter.name])
+                self._check_limits(parameter, arguments[parameter.name], macros)
                 if parameter.type != "f32":
                     sizes[parameter.name] = int(arguments[parameter.name])
         arrays = [
@@ -115,12 +133,42 @@ class Contract:
             for parameter, array in arrays:
                 if array is not None and parameter.type != "i32x4":
                     self._check_shape(parameter, tuple(array.shape), sizes, is_plain)
+        for parameter, array in arrays:
+            if parameter.type == "i32x4":
+                self._check_bytes(parameter, array, sizes)
         return [
             arguments[parameter.name]
             if parameter.shape is not None
             else _NUMBERS[parameter.type](arguments[parameter.name])
             for parameter in self.parameters
         ]
+
+    def _check_macros(self, macros: Mapping[str, str]) -> None:
+        written = [size for parameter in self.parameters for size in parameter.shape or ()]
+        wanted = {name for size in written for name in _names(size) if name.isupper()}
+        if any(parameter.type == "SCALAR" for parameter in self.parameters):
+            wanted.add("SCALAR")
+        if lacking := sorted(wanted - macros.keys()):
+            raise KernelError(f"{self.kernel}: compiled without {', '.join(lacking)}")
+        if "SCALAR" in wanted and macros["SCALAR"] not in _SCALAR_ARRAYS:
+            known = ", ".join(_SCALAR_ARRAYS)
+            raise KernelError(f"{self.kernel}: SCALAR is {macros['SCALAR']}: want one of {known}")
+
+    def _check_limits(self, parameter: Parameter, value: Any, macros: Mapping[str, str]) -> None:
+        about = parameter.about
+        lowest, limits, multiple = (
+            pattern.match(about) for pattern in (_LOWEST, _RANGE, _MULTIPLE)
+        )
+        is_within, wanted = True, about.partition(":")[0]
+        if lowest:
+            is_within = value >= int(lowest[1])
+        elif limits:
+            is_within = int(limits[1]) <= value <= int(macros.get(limits[2], limits[2]))
+        if multiple:
+            step = 16 // _SCALAR_BYTES[macros["SCALAR"]] if multiple[1] else int(multiple[2])
+            is_within &= value % step == 0
+        if not is_within:
+            raise KernelError(f"{self.kernel}: {parameter.name}={value!r}: want {wanted}")
 
     def _check_number(self, parameter: Parameter, value: Any) -> None:
         where = f"{self.kernel}: {parameter.name}={value!r}"
@@ -140,7 +188,7 @@ class Contract:
             if not parameter.may_be_null:
                 raise KernelError(f"{where} is None: want an array")
             return
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        if isinstance(array, np.generic) or not all(map(partial(hasattr, array), _OF_ARRAYS)):
             raise KernelError(f"{where} is a {type(array).__name__}: want an array")
         if parameter.type != "i32x4":
             wanted = (
@@ -175,6 +223,18 @@ class Contract:
                 known = {name: sizes[name] for name in _names(written) if name in sizes}
                 raise KernelError(f"{where}: want [{', '.join(parameter.shape)}] with {known}")
 
+    def _check_bytes(self, parameter: Parameter, array: Any, sizes: Mapping[str, int]) -> None:
+        """Vectors of any type: as many as all known sizes multiply to, or a multiple of that."""
+        assert parameter.shape is not None
+        known = {name: sizes[name] for name in parameter.shape if name in sizes}
+        num_bytes = math.prod(known.values()) * _VECTOR_BYTES
+        is_whole = num_bytes > 0 and array.nbytes % num_bytes == 0
+        if not is_whole or (len(known) == len(parameter.shape) and array.nbytes != num_bytes):
+            raise KernelError(
+                f"{self.kernel}: {parameter.name} has {array.nbytes} bytes: want "
+                f"[{', '.join(parameter.shape)}] of {_VECTOR_BYTES} bytes with {known}"
+            )
+
 
 def _parameter(source: Path, line: str) -> Parameter:
     found = _LINE.match(line)
@@ -182,7 +242,7 @@ def _parameter(source: Path, line: str) -> Parameter:
         raise ValueError(f"{source.name}: {line!r} is no argument")
     name, kind, shape, about = found.groups()
     sizes = None if shape is None else tuple(size.strip() for size in shape.split(","))
-    return Parameter(name, kind, sizes, bool(about) and "null:" in about)
+    return Parameter(name, kind, sizes, about or "")
 
 
 def _names(written: str) -> list[str]:

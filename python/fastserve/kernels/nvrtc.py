@@ -174,17 +174,21 @@ class CubinCache:
         """
         path = self._folder / f"{source.stem}-{arch}-{self._key(source, macros, arch)}.cubin"
         if not path.exists():
-            cubin = self._compiler.compile(source, macros, arch).cubin
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                    file.write(cubin)
-                os.replace(file.name, path)
-            except OSError as error:
-                raise KernelError(
-                    f"{self._folder}: a cubin cannot be kept there: {error.strerror}"
-                ) from None
+            self._keep(self._compiler.compile(source, macros, arch).cubin, path)
         return path
+
+    def _keep(self, cubin: bytes, path: Path) -> None:
+        """Write beside `path` and rename that: all or nothing."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+                partial = Path(folder) / path.name
+                partial.write_bytes(cubin)
+                os.replace(partial, path)
+        except OSError as error:
+            raise KernelError(
+                f"{self._folder}: a cubin cannot be kept there: {error.strerror}"
+            ) from None
 
     def _key(self, source: Path, macros: Mapping[str, str], arch: str) -> str:
         digest = hashlib.sha256(self._compiler.identity.encode())

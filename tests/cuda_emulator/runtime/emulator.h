@@ -14,8 +14,6 @@
 
 #define __global__
 #define __device__
-#define __host__
-#define __constant__
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))

@@ -492,13 +492,14 @@ EMULATOR_OWN inline void prepare_fibers(dim3 block, size_t count) {
 }
 
 // Runs all blocks. 0: all went well; otherwise `state.error` says what did not.
-EMULATOR_OWN inline int launch(void (*kernel)(void**), dim3 grid, dim3 block,
+EMULATOR_OWN inline int launch(void (*kernel)(void**), dim3 grid, dim3 block, size_t most_threads,
                                size_t dynamic_bytes, void** arguments, int order) {
   const size_t count = size_t(block.x) * block.y * block.z;
   state.failed = false;
   state.error[0] = 0;
-  if (count == 0 || count > kMostThreads) {
-    snprintf(state.error, sizeof state.error, "%zu threads a block: want 1 to 1024", count);
+  if (count == 0 || count > most_threads || count > kMostThreads) {
+    snprintf(state.error, sizeof state.error, "%zu threads a block: want 1 to %zu", count,
+             most_threads);
     return 1;
   }
   if (grid.y > 65535 || grid.z > 65535) {
@@ -581,11 +582,12 @@ struct Entry<kKernel> {
 }  // namespace emulator
 
 #define EMULATOR_VISIBLE extern "C" __attribute__((visibility("default")))
-#define EMULATOR_EXPORT(NAME)                                                               \
+#define EMULATOR_EXPORT(NAME, MOST_THREADS)                                                 \
   EMULATOR_VISIBLE int emulator_launch_##NAME(const unsigned* grid, const unsigned* block,        \
                                         size_t dynamic_bytes, void** arguments, int order) { \
     return ::emulator::launch(&::emulator::Entry<&NAME>::call, dim3(grid[0], grid[1], grid[2]), \
-                              dim3(block[0], block[1], block[2]), dynamic_bytes, arguments, order); \
+                              dim3(block[0], block[1], block[2]), MOST_THREADS, dynamic_bytes,   \
+                              arguments, order);                                                \
   }                                                                                         \
   EMULATOR_VISIBLE int emulator_parameters_##NAME(int* sizes) {                                   \
     return ::emulator::Entry<&NAME>::sizes(sizes);                                          \

@@ -47,7 +47,6 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {emulator::to_bfl
 
 // Built with -ffp-contract=off: each of these rounds once.
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 

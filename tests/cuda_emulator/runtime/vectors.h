@@ -10,21 +10,9 @@ struct uint3 {
   unsigned x, y, z;
 };
 
-#define EMULATOR_VECTORS(SCALAR, NAME)                        \
-  struct alignas(2 * sizeof(SCALAR)) NAME##2 {                \
-    SCALAR x, y;                                              \
-  };                                                          \
-  struct alignas(4 * sizeof(SCALAR)) NAME##4 {                \
-    SCALAR x, y, z, w;                                        \
-  };                                                          \
-  inline NAME##2 make_##NAME##2(SCALAR x, SCALAR y) {         \
-    return {x, y};                                            \
-  }                                                           \
-  inline NAME##4 make_##NAME##4(SCALAR x, SCALAR y, SCALAR z, \
-                                SCALAR w) {                   \
-    return {x, y, z, w};                                      \
-  }
-EMULATOR_VECTORS(float, float)
-EMULATOR_VECTORS(int, int)
-EMULATOR_VECTORS(unsigned, uint)
-#undef EMULATOR_VECTORS
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};

@@ -1,4 +1,4 @@
-// Barriers, shuffles, votes, atomics, loads with hints.
+// Barriers, shuffles, and an atomic addition.
 #pragma once
 
 inline void __syncthreads(EMULATOR_PLACE) { emulator::barrier(file, line); }
@@ -44,23 +44,6 @@ inline T shuffle(unsigned mask, T value, int source, const char* name, const cha
   return mine.value;
 }
 
-inline unsigned vote(unsigned mask, bool yes, const char* name, const char* file, int line) {
-  static const char operation = 0;
-  unsigned mine = yes;
-  auto count = [](void** payloads, unsigned lanes) __attribute__((no_sanitize("thread"))) {
-    unsigned votes = 0;
-    for (unsigned left = lanes; left; left &= left - 1) {
-      const int lane = __builtin_ctz(left);
-      votes |= *static_cast<unsigned*>(payloads[lane]) << lane;
-    }
-    for (unsigned left = lanes; left; left &= left - 1) {
-      *static_cast<unsigned*>(payloads[__builtin_ctz(left)]) = votes;
-    }
-  };
-  collective(mask, &operation, name, &mine, file, line, false, count);
-  return mine;
-}
-
 }  // namespace emulator
 
 template <class T>
@@ -74,34 +57,7 @@ inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, EMULA
   const bool is_within = (other & ~(width - 1)) <= (lane & ~(width - 1));
   return emulator::shuffle(mask, value, is_within ? other : lane, "__shfl_xor_sync", file, line);
 }
-template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32, EMULATOR_PLACE) {
-  const int lane = emulator::lane(), other = lane + int(by);
-  const bool is_within = other <= (lane | (width - 1));
-  return emulator::shuffle(mask, value, is_within ? other : lane, "__shfl_down_sync", file, line);
-}
-template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32, EMULATOR_PLACE) {
-  const int lane = emulator::lane(), other = lane - int(by);
-  const bool is_within = other >= (lane & ~(width - 1));
-  return emulator::shuffle(mask, value, is_within ? other : lane, "__shfl_up_sync", file, line);
-}
-inline unsigned __ballot_sync(unsigned mask, int yes, EMULATOR_PLACE) {
-  return emulator::vote(mask, yes != 0, "__ballot_sync", file, line);
-}
-inline int __any_sync(unsigned mask, int yes, EMULATOR_PLACE) {
-  return emulator::vote(mask, yes != 0, "__any_sync", file, line) != 0;
-}
-inline int __all_sync(unsigned mask, int yes, EMULATOR_PLACE) {
-  return emulator::vote(mask, yes == 0, "__all_sync", file, line) == 0;
-}
 
-template <class T>
-inline T __ldg(const T* from) {
-  return *from;
-}
-
-inline int atomicAdd(int* at, int by) { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
 inline float atomicAdd(float* at, float by) {
   unsigned* bits = reinterpret_cast<unsigned*>(at);
   unsigned before = __atomic_load_n(bits, __ATOMIC_RELAXED);
