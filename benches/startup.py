@@ -5,8 +5,8 @@ warms the page cache. Peak memory is the process's largest resident set; the par
 that was touched is counted in (it is a megabyte or two: the pool is touched only where it is
 used).
 
-A second line has the peak memory of a process whose KV pool of 10,000 tokens was filled, with
-weights, keys and values in bfloat16.
+A second line has the peak memory of a process whose KV pool of 10,000 tokens was filled (but for
+17 of its 625 blocks), with weights, keys and values in bfloat16.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 //! Tolerance, written down: with |q|, |k|, |v| at most 2, an output in `f32` is within 4e-6 +
 //! 2e-6 · |want| of the reference (scores of up to 256 products, weights and sums in `f32`; twice
 //! that without a fused multiply-add or with a softcap); in bfloat16 rounding comes on top. Where
-//! queries and cache are both bfloat16, weights are off by 2^-9 of themselves at most, and values are
-//! at most 4 from their mean: 2^-7. The cache's own rounding is in the reference's inputs.
+//! queries and cache are both bfloat16, weights are off by 2^-8 of themselves at most, and values are
+//! at most 4 from their mean: 2^-6 at worst. Errors of either sign meet, and 2^-7 holds. The cache's own
+//! rounding is in the reference's inputs.
 
 mod common;
 
