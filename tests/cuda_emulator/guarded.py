@@ -14,10 +14,7 @@ Side = Literal["end", "start"]
 _PAGE: Final = mmap.PAGESIZE
 _VECTOR: Final = 16
 _CANARY: Final = 0xA5
-_NO_ACCESS: Final = 0
-_READ_WRITE: Final = 3
-_PRIVATE_ANONYMOUS: Final = 0x22
-_READ_ONLY: Final = 1
+_NO_ACCESS: Final = 0  # PROT_NONE, which the mmap module has no name for.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -50,7 +47,9 @@ class Guarded:
         self._room = -(-max(array.nbytes, 1) // _VECTOR) * _VECTOR
         pages = -(-self._room // _PAGE) * _PAGE
         self._length = pages + 2 * _PAGE
-        base = _libc.mmap(None, self._length, _READ_WRITE, _PRIVATE_ANONYMOUS, -1, 0)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        base = _libc.mmap(None, self._length, protection, kind, -1, 0)
         if base in (None, ctypes.c_void_p(-1).value):
             raise MemoryError(f"no address space for an argument of {array.nbytes} bytes")
         self._base: int = base
@@ -61,7 +60,7 @@ class Guarded:
         _libc.mprotect(base, _PAGE, _NO_ACCESS)
         _libc.mprotect(first + pages, _PAGE, _NO_ACCESS)
         if not array.flags.writeable:
-            _libc.mprotect(first, pages, _READ_ONLY)
+            _libc.mprotect(first, pages, mmap.PROT_READ)
         self._slack = (first, first + pages)
 
     def finish(self) -> int:
